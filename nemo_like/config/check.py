@@ -23,8 +23,8 @@ from nemo_like.config.parallel import (
     is_colocated,
     num_generation_workers,
     num_policy_workers,
-    parallel_problems,
     policy_layout,
+    run_layout_problems,
     workers_shown,
 )
 from nemo_like.config.rollout import RewardConfig, environment_problems
@@ -61,7 +61,6 @@ def find_problems(config: RunConfig) -> list[Problem]:
     policy, cluster, needs = config.policy, config.cluster, config.needs
     problems = [
         *_batching_modes(policy),
-        *_dynamic_context(config.parallel.dynamic_context, policy.sequence_packing),
         *_shared_prefix(policy, needs),
         *_router_replay(policy, needs),
         *_compilation(policy),
@@ -82,7 +81,7 @@ def find_problems(config: RunConfig) -> list[Problem]:
     if problems:
         # The arithmetic below would divide by numbers that were just refused.
         return problems
-    problems += parallel_problems(config.parallel, cluster, policy.engine)
+    problems += run_layout_problems(config.parallel, cluster, policy)
     if problems:
         return problems
     layout = policy_layout(config.parallel, cluster)
@@ -194,22 +193,6 @@ def _batching_modes(policy: PolicyConfig) -> Iterator[Problem]:
             ("policy.oversize_rows",),
             "policy.oversize_rows is singleton, which needs a token budget: enable"
             " policy.sequence_packing or policy.dynamic_batching, or write error, truncate or drop",
-        )
-
-
-def _dynamic_context(is_dynamic: bool, packing: SequencePackingConfig) -> Iterator[Problem]:
-    if is_dynamic and not packing.enabled:
-        yield Problem(
-            ("parallel.dynamic_context", "policy.sequence_packing.enabled"),
-            "parallel.dynamic_context is true, but it divides packed microbatches: set"
-            " policy.sequence_packing.enabled to true, or parallel.dynamic_context to false",
-        )
-    elif is_dynamic and packing.algorithm != "balanced":
-        yield Problem(
-            ("policy.sequence_packing.algorithm", "parallel.dynamic_context"),
-            f"policy.sequence_packing.algorithm is {packing.algorithm}, but with"
-            " parallel.dynamic_context rows are packed and assigned to ranks jointly: set it to"
-            " balanced, or parallel.dynamic_context to false",
         )
 
 

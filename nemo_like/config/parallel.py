@@ -6,11 +6,16 @@ is started.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from nemo_like.config.errors import Problem
 from nemo_like.config.needs import RolloutNeeds
-from nemo_like.config.schema import ClusterConfig, ParallelConfig
+from nemo_like.config.schema import (
+    ClusterConfig,
+    ParallelConfig,
+    PolicyConfig,
+    SequencePackingConfig,
+)
 from nemo_like.parallel_layout import (
     EngineName,
     LayoutError,
@@ -89,6 +94,35 @@ def parallel_problems(
         except LayoutError as error:
             problems = list(error.problems)
     return located_problems(problems, cluster)
+
+
+def run_layout_problems(
+    parallel: ParallelConfig, cluster: ClusterConfig, policy: PolicyConfig
+) -> list[Problem]:
+    """Return the problems of `parallel` and of what it needs of the policy, without a model."""
+    problems = parallel_problems(parallel, cluster, policy.engine)
+    return [*problems, *_context_problems(parallel, policy.sequence_packing)]
+
+
+def _context_problems(
+    parallel: ParallelConfig, packing: SequencePackingConfig
+) -> Iterator[Problem]:
+    """Yield a problem unless the rows of microbatches can be divided over context ranks."""
+    if not parallel.dynamic_context:
+        return
+    if not packing.enabled:
+        yield Problem(
+            ("parallel.dynamic_context", "policy.sequence_packing.enabled"),
+            "parallel.dynamic_context is true, but it divides packed microbatches: set"
+            " policy.sequence_packing.enabled to true, or parallel.dynamic_context to false",
+        )
+    elif packing.algorithm != "balanced":
+        yield Problem(
+            ("policy.sequence_packing.algorithm", "parallel.dynamic_context"),
+            f"policy.sequence_packing.algorithm is {packing.algorithm}, but with"
+            " parallel.dynamic_context rows are packed and assigned to ranks jointly: set it to"
+            " balanced, or parallel.dynamic_context to false",
+        )
 
 
 def located_problems(problems: Iterable[LayoutProblem], cluster: ClusterConfig) -> list[Problem]:

@@ -11,8 +11,8 @@ from nemo_like.algorithms.preferences.loss import PreferenceLoss
 from nemo_like.config.schema import ParallelConfig
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.worker_group import WorkerContext
-from tests.policy.dtensor.test_layouts import BASE, DYNAMIC, PACKED, SHARED, Rank, gradients
 from tests.exhaustive import usually
+from tests.policy.dtensor.test_layouts import BASE, DYNAMIC, PACKED, SHARED, Rank, gradients
 from tests.policy.layout_losses import (
     Expected,
     Found,

@@ -347,6 +347,51 @@ def _concatenated(parts: Sequence[ContextStep]) -> ContextStep:
     )
 
 
+def sums_of_ranks(
+    values: np.ndarray, offsets: np.ndarray, first: np.ndarray, size: np.ndarray, spec: PlanSpec
+) -> np.ndarray:
+    """Sum `values` [n] of rows for each rank, float64 [R * cp, M]; a row is shared equally.
+
+    `offsets` int64 [R*M+1] are bounds of microbatches in the rows, `first` and `size` int64 [n] the
+    group of each row.
+    """
+    row = np.repeat(np.arange(len(size)), size)
+    rank = np.arange(len(row)) - prefix_sums(size)[:-1][row] + first[row]
+    num_bins = len(offsets) - 1
+    bin_of = np.repeat(np.arange(num_bins), np.diff(offsets))
+    shares = np.asarray(values, dtype=np.float64)[row] / size[row]
+    cp = spec.cp_size
+    sums = np.bincount(bin_of[row] * cp + rank, weights=shares, minlength=num_bins * cp)
+    # [R, M, cp] to [R, cp, M].
+    by_rank = sums.reshape(spec.num_ranks, -1, cp).swapaxes(1, 2)
+    return by_rank.reshape(spec.num_ranks * cp, -1)
+
+
+def tokens_of_groups(
+    padded: np.ndarray, offsets: np.ndarray, first: np.ndarray, size: np.ndarray, spec: PlanSpec
+) -> np.ndarray:
+    """Return the positions of each microbatch, int64 [R, M].
+
+    They are those of its groups, and of the dummies of ranks without one. `padded` int64 [n] are
+    positions of rows; see `sums_of_ranks` for the others.
+    """
+    num_bins = len(offsets) - 1
+    bin_of = np.repeat(np.arange(num_bins), np.diff(offsets))
+    keys, group_of = np.unique(bin_of * spec.cp_size + first, return_inverse=True)
+    sizes = np.zeros(len(keys), dtype=np.int64)
+    sizes[group_of] = size
+    tokens = np.bincount(group_of, padded, minlength=len(keys)).astype(np.int64)
+    for each in spec.context_sizes:
+        is_of_size = sizes == each
+        multiple = spec.of_context(each).total_multiple
+        tokens[is_of_size] = round_up(tokens[is_of_size], multiple)
+    bins = keys // spec.cp_size
+    num_idle = spec.cp_size - np.bincount(bins, sizes, minlength=num_bins).astype(np.int64)
+    filled = np.bincount(bins, tokens, minlength=num_bins).astype(np.int64)
+    filled += num_idle * spec.of_context(1).dummy_tokens
+    return filled.reshape(spec.num_ranks, -1)
+
+
 def _unit_ids(bins: Packing, shared: np.ndarray | None, groups: np.ndarray | None) -> np.ndarray:
     """Return the unit of each of the n rows of `bins`, int64 [n].
 

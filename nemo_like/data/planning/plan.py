@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from nemo_like.config.errors import counted
-from nemo_like.data.packing.metrics import bin_stats
 from nemo_like.data.packing.packers import Packing, checked_lengths, prefix_sums
 from nemo_like.data.planning.context_step import (
     ContextStep,
     form_context_step,
     join_context_ranks,
     join_context_steps,
+    sums_of_ranks,
+    tokens_of_groups,
 )
 from nemo_like.data.planning.oversize import (
     FittedRows,
@@ -33,12 +33,13 @@ from nemo_like.data.planning.oversize import (
     fit_rows,
     step_of_rows,
 )
+from nemo_like.data.planning.plan_metrics import describe, plan_metrics
 from nemo_like.data.planning.plan_step import form_rank, form_step, join_ranks, longest_of
 from nemo_like.data.planning.prefixes import MIN_SHARED_WORK, SharedPrefixes, SharedPrefixMode
 from nemo_like.data.planning.shared_step import form_shared_rank, form_shared_step
 from nemo_like.data.planning.spec import Microbatch, PlanSpec
 from nemo_like.data.planning.token_counts import TokenCounts
-from nemo_like.integer_math import ceil_div, round_up
+from nemo_like.integer_math import round_up
 from nemo_like.models.vision import unshared_images
 
 _ARRAYS = ("rows", "lengths", "padded_lengths", "offsets")
@@ -159,10 +160,10 @@ class BatchPlan:
         """Forward work of each of `rows` by `spec.cost`, float64 [n], without its shared tokens."""
         shared = self.shared
         lengths = self.padded_lengths if shared is None else self.padded_lengths + shared
-        return self.spec.cost.of(lengths, self.num_trained, shared) + self._image_work
+        return self.spec.cost.of(lengths, self.num_trained, shared) + self.computed_image_work
 
     @cached_property
-    def _image_work(self) -> np.ndarray:
+    def computed_image_work(self) -> np.ndarray:
         """Work of the tower for each of `rows`, float64 [n], without images of shared tokens."""
         if self.image_work is None or self.image_tokens is None:
             return np.zeros(len(self.rows))
@@ -182,61 +183,23 @@ class BatchPlan:
     @cached_property
     def num_tokens(self) -> np.ndarray:
         """Positions of each microbatch, int64 [R, M]; a dummy has the smallest legal number."""
-        if self.context_size is not None:
-            return self._context_tokens
-        padded_tokens = self._bins.loads(self._by_row(self.padded_lengths))
+        if self.context_first is not None and self.context_size is not None:
+            groups = (self.offsets, self.context_first, self.context_size)
+            return tokens_of_groups(self.padded_lengths, *groups, self.spec)
+        padded_tokens = self.bins.loads(self.by_row(self.padded_lengths))
         tokens = round_up(padded_tokens, self.spec.total_multiple)
         tokens[np.diff(self.offsets) == 0] = self.spec.dummy_tokens
         return tokens.reshape(self.spec.num_ranks, -1)
-
-    @cached_property
-    def _context_tokens(self) -> np.ndarray:
-        """Positions of the groups of each microbatch and of the dummies of ranks without one."""
-        assert self.context_first is not None and self.context_size is not None
-        cp = self.spec.cp_size
-        bin_of = np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
-        keys, group_of = np.unique(bin_of * cp + self.context_first, return_inverse=True)
-        sizes = np.zeros(len(keys), dtype=np.int64)
-        sizes[group_of] = self.context_size
-        tokens = np.bincount(group_of, self.padded_lengths, minlength=len(keys)).astype(np.int64)
-        for size in self.spec.context_sizes:
-            own = sizes == size
-            tokens[own] = round_up(tokens[own], self.spec.of_context(size).total_multiple)
-        num_bins = len(self.offsets) - 1
-        num_idle = cp - np.bincount(keys // cp, sizes, minlength=num_bins).astype(np.int64)
-        filled = np.bincount(keys // cp, tokens, minlength=num_bins).astype(np.int64)
-        filled += num_idle * self.spec.of_context(1).dummy_tokens
-        return filled.reshape(self.spec.num_ranks, -1)
-
-    @cached_property
-    def _context_ranks(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(Row of the plan, microbatch, context-parallel rank) of each share of a row.
-
-        int64 [S] each: a row has as many shares as ranks. The microbatch counts over all
-        data-parallel ranks.
-        """
-        assert self.context_first is not None and self.context_size is not None
-        row = np.repeat(np.arange(len(self.rows)), self.context_size)
-        starts = prefix_sums(self.context_size)[:-1]
-        rank = np.arange(len(row)) - starts[row] + self.context_first[row]
-        microbatch = np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
-        return row, microbatch[row], rank
 
     def of_context_ranks(self, values: np.ndarray) -> np.ndarray:
         """Sum `values` [n] of `rows` for each rank, float64 [R * cp, M]; a row is shared equally.
 
         Without `context_size` the context-parallel ranks of a data-parallel rank are one, [R, M].
         """
-        if self.context_size is None:
-            return self._bins.loads(self._by_row(values)).reshape(self.spec.num_ranks, -1)
-        row, microbatch, rank = self._context_ranks
-        cp = self.spec.cp_size
-        shares = np.asarray(values, dtype=np.float64)[row] / self.context_size[row]
-        size = (len(self.offsets) - 1) * cp
-        sums = np.bincount(microbatch * cp + rank, weights=shares, minlength=size)
-        # [R, M, cp] to [R, cp, M].
-        by_rank = sums.reshape(self.spec.num_ranks, -1, cp).swapaxes(1, 2)
-        return by_rank.reshape(self.spec.num_ranks * cp, -1)
+        if self.context_first is None or self.context_size is None:
+            return self.bins.loads(self.by_row(values)).reshape(self.spec.num_ranks, -1)
+        groups = (self.offsets, self.context_first, self.context_size)
+        return sums_of_ranks(values, *groups, self.spec)
 
     def rows_of_rank(self, dp_rank: int) -> np.ndarray:
         """Return the row ids of a rank in execution order, int64 [n_r]: the order of its shard."""
@@ -272,11 +235,11 @@ class BatchPlan:
         spec = self.spec.with_budget(max_tokens, max_rows)
         if spec == self.spec:
             return self
-        num_trained = None if self.num_trained is None else self._by_row(self.num_trained)
-        image_tokens = None if self.image_tokens is None else self._by_row(self.image_tokens)
-        image_work = None if self.image_work is None else self._by_row(self.image_work)
+        num_trained = None if self.num_trained is None else self.by_row(self.num_trained)
+        image_tokens = None if self.image_tokens is None else self.by_row(self.image_tokens)
+        image_work = None if self.image_work is None else self.by_row(self.image_work)
         counts = TokenCounts(
-            self._by_row(self.lengths), num_trained, self.prefixes, image_tokens, image_work
+            self.by_row(self.lengths), num_trained, self.prefixes, image_tokens, image_work
         )
         lengths = counts.lengths
         is_dropped = np.zeros(self.num_rows, dtype=bool)
@@ -319,62 +282,8 @@ class BatchPlan:
         return join_steps(spec, fitted, steps)
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the plan by the names they are logged under.
-
-        Bin loads are computed real tokens, so alignment padding counts as waste; dummies are not
-        bins. The shares of what common leading tokens save exist only for plans with `prefixes`,
-        and the idle share of a stage's time, for microbatches of equal time, only for pipelines.
-        Without `max_tokens` the largest microbatch is the capacity. An imbalance is the max-loaded
-        rank over the mean rank, weighted over steps by work.
-        """
-        num_rows = np.diff(self.offsets)
-        tokens = self.num_tokens
-        is_filled = num_rows > 0
-        largest = int(tokens.ravel()[is_filled].max(initial=1))
-        capacity = self.spec.max_tokens or largest
-        loads = self._bins.loads(self._by_row(self.computed_lengths))
-        # Rows of different steps cannot share a bin, so the minimum is per step.
-        step_tokens = loads[:0]
-        if self.num_steps:
-            microbatch_tokens = loads.reshape(tokens.shape).sum(0)
-            step_tokens = np.add.reduceat(microbatch_tokens, self.step_offsets[:-1])
-        min_bins_of_step = ceil_div(step_tokens, capacity)
-        stats = bin_stats(loads[is_filled], capacity, int(min_bins_of_step.sum()))
-        num_positions = float(tokens.sum())
-        num_computed = self.computed_lengths.sum()
-        num_padding = float(tokens.sum() - num_computed)
-        positions = self.padded_lengths.astype(np.float64)
-        optional = {}
-        if self.context_size is not None:
-            weight = float(num_computed) or 1.0
-            mean_size = float((self.context_size * self.computed_lengths).sum()) / weight
-            optional["packing/mean_context_size"] = mean_size
-        if self.spec.pp_size > 1:
-            bubble = self.num_steps * self.spec.bubble_microbatches
-            # An empty plan has neither.
-            num_slots = max(self.num_microbatches + bubble, 1)
-            optional["packing/pipeline_bubble_share"] = bubble / num_slots
-        if self.image_work is not None:
-            optional["packing/rank_imbalance_vision"] = self._imbalance(self._image_work)
-        if self.shared is not None:
-            num_row_tokens = max(self.lengths.sum(), 1)
-            optional["packing/shared_token_share"] = float(1 - num_computed / num_row_tokens)
-            optional["packing/shared_work_share"] = self.shared_work_share
-        return {
-            "packing/utilization": stats["average_utilization"],
-            "packing/waste_ratio": stats["waste_ratio"],
-            "packing/bin_balance": stats["bin_balance"],
-            "packing/efficiency": stats["bin_efficiency"],
-            "packing/padding_share": num_padding / max(num_positions, 1.0),
-            "packing/rank_imbalance_tokens": self._imbalance(positions),
-            "packing/rank_imbalance_flops": self._imbalance(self.work),
-            "packing/num_microbatches": self.num_microbatches / max(self.num_steps, 1),
-            "packing/num_dummies": float(np.count_nonzero(num_rows == 0)),
-            "packing/num_truncated": float(self.num_truncated),
-            "packing/num_dropped": float(len(self.dropped)),
-            "packing/num_oversize": float(self.num_oversize),
-            **optional,
-        }
+        """Return the metrics of the plan by the names they are logged under; see `plan_metrics`."""
+        return plan_metrics(self)
 
     def to_json(self) -> str:
         """Return one JSON object of plain numbers; `from_json` restores an equal plan."""
@@ -417,53 +326,11 @@ class BatchPlan:
         return hash((self.spec, self.num_rows, self.step_offsets, *arrays))
 
     def __str__(self) -> str:
-        """Describe the size, the limits and the balance in one line.
-
-        Example: `64 rows, 4 ranks, 3 microbatches per rank of at most 2,048 tokens (packed), 0.4%
-        padding, max-loaded rank 1.02 times the mean work`.
-        """
-        limits = []
-        if self.spec.max_tokens:
-            limits.append(counted(self.spec.max_tokens, "token"))
-        if self.spec.max_rows:
-            limits.append(counted(self.spec.max_rows, "row"))
-        metrics = self.metrics()
-        size = counted(self.num_rows, "row")
-        microbatches = counted(self.num_microbatches, "microbatch", "microbatches")
-        if self.num_steps != 1:
-            size += f", {counted(self.num_steps, 'optimizer step')}"
-        balance = ""
-        if self.spec.num_ranks > 1:
-            size += f", {self.spec.num_ranks} ranks"
-            microbatches += " per rank"
-            imbalance = metrics["packing/rank_imbalance_flops"]
-            balance = f", max-loaded rank {imbalance:.2f} times the mean work"
-        if self.shared is not None:
-            balance += f", {metrics['packing/shared_token_share']:.1%} of the row tokens shared"
-        if self.dropped:
-            balance += f", {counted(len(self.dropped), 'row')} dropped"
-        return (
-            f"{size}, {microbatches} of at most {' and '.join(limits)} ({self.spec.layout}),"
-            f" {metrics['packing/padding_share']:.1%} padding{balance}"
-        )
-
-    def _imbalance(self, work: np.ndarray) -> float:
-        """Sum over steps of the max-loaded rank's work over the mean rank's work.
-
-        `work` float64 [n] is the work of each of `rows`.
-        """
-        # Without rows there is no mean to divide by.
-        if not len(work):
-            return 1.0
-        by_rank = self.of_context_ranks(work)
-        # [number of ranks, number of steps]
-        by_step = np.add.reduceat(by_rank, self.step_offsets[:-1], axis=1)
-        max_loaded = by_step.max(0).sum()
-        mean = by_step.sum() / len(by_rank)
-        return float(max_loaded / mean)
+        """Describe the size, the limits and the balance in one line; see `describe`."""
+        return describe(self)
 
     @cached_property
-    def _bins(self) -> Packing:
+    def bins(self) -> Packing:
         """All microbatches as bins, rank-major."""
         return Packing(self.rows, self.offsets)
 
@@ -472,10 +339,10 @@ class BatchPlan:
         """True for each microbatch in which a row of any rank has an image, bool [M]."""
         if self.image_tokens is None:
             return np.zeros(self.num_microbatches, dtype=bool)
-        by_rank = self._bins.loads(self._by_row(self.image_tokens))
+        by_rank = self.bins.loads(self.by_row(self.image_tokens))
         return by_rank.reshape(self.spec.num_ranks, -1).max(axis=0, initial=0) > 0
 
-    def _by_row(self, values: np.ndarray) -> np.ndarray:
+    def by_row(self, values: np.ndarray) -> np.ndarray:
         """Reorder values [n] of `rows` into an array over row ids [num_rows]."""
         by_row = np.zeros(self.num_rows, dtype=values.dtype)
         by_row[self.rows] = values

@@ -313,9 +313,8 @@ class LogprobModel(nn.Module):
             options["max_seqlen"] = inputs.max_seqlen
         if inputs.exchange is not None:
             options["exchange"] = inputs.exchange
-        cp_group = self.groups.cp_group(inputs.cp_size)
-        if cp_group is not None:
-            options["cp_group"] = cp_group
+        if (group := self.groups.cp_group(inputs.cp_size)) is not None:
+            options["cp_group"] = group
         if self._is_composite:
             hidden = vision.hidden_states(
                 self.causal_lm,
