@@ -126,6 +126,7 @@ def test_validate_imports_no_heavy_library_and_reports_the_same_as_with_torch(
     assert ended.output.startswith(shown.getvalue().rstrip("\n"))
 
 
+@pytest.mark.exhaustive
 def test_a_reward_function_may_use_torch_and_models_of_transformers(recipe: Recipe, tmp_path: Path):
     (tmp_path / "model_reward.py").write_text(
         "import torch\n"

@@ -108,6 +108,7 @@ def test_a_run_without_ray_gives_one_record_per_step(demo: Path, tmp_path: Path)
 
 
 @pytest.mark.exhaustive
+@pytest.mark.exhaustive
 def test_a_failed_run_shows_the_end_of_its_log(demo: Path, tmp_path: Path):
     with pytest.raises(RuntimeError, match=r"trl ended with code 1(.|\n)*No such file"):
         run(

@@ -26,6 +26,7 @@ HOSTILE = [
 ]  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_hostile_answers_are_unequal_within_the_limit() -> None:
     """Without the child process the first of them does not return at all."""
     done: list[str] = []

@@ -110,6 +110,7 @@ SHUT_DOWN = """
 
 
 @pytest.mark.exhaustive
+@pytest.mark.exhaustive
 def test_a_driver_whose_raylet_dies_ends_with_one_message(tmp_path: Path) -> None:
     script = f"""
         import os, signal
