@@ -97,7 +97,7 @@ class Misbehaving:
     """Returns or raises what the row names."""
 
     def reset(self, row: Mapping[str, Any]) -> Any:
-        return {"socket": object()} if row["do"] == "state" else {}
+        return 7 if row["do"] == "state" else {}
 
     def step(self, conversation: Conversation) -> Any:
         do = conversation.row["do"]
@@ -145,12 +145,15 @@ class Blocking:
 class Sleeping:
     """A plain step that takes some time."""
 
+    def __init__(self, num_turns: int = 1) -> None:
+        self.num_turns = num_turns
+
     def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
         return {}
 
     def step(self, conversation: Conversation) -> StepResult:
         time.sleep(float(conversation.row["seconds"]))
-        return StepResult(done=True)
+        return StepResult(observation="next", reward=1.0, done=conversation.turn >= self.num_turns)
 
 
 class Flaky(GuessingGame):
