@@ -22,7 +22,7 @@ ENVIRONMENT = "environment"
 _MAX_SHOWN = 500
 
 State = Mapping[str, Any]
-"""State of a conversation; the environment defines its keys."""
+"""State of a conversation, which stays in one process; the environment defines keys and values."""
 
 
 @dataclass(frozen=True, kw_only=True)

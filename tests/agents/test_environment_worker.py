@@ -162,6 +162,7 @@ def test_the_time_limit_is_for_all_steps_of_a_conversation() -> None:
     ("do", "message"),
     [
         ("raise", "step raised KeyError: 'no such tool'"),
+        ("handle", "step raised KeyError: 'no such tool'"),
         ("exit", "step raised SystemExit: 3"),
         ("nothing", "step returned None; return a nemo_like.environments.environment.StepResult"),
         ("silent", "step returned neither an observation nor done=True"),

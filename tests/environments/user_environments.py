@@ -93,15 +93,25 @@ class Unreadable(Exception):
         return str(self.args[1])
 
 
+class Unprintable:
+    """A value that only its process can have; a state may have it."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("it is closed")
+
+    def __reduce__(self) -> str:
+        raise TypeError("it cannot be pickled")
+
+
 class Misbehaving:
     """Returns or raises what the row names."""
 
     def reset(self, row: Mapping[str, Any]) -> Any:
-        return 7 if row["do"] == "state" else {}
+        return {"state": 7, "handle": {"handle": Unprintable()}}.get(row["do"], {})
 
     def step(self, conversation: Conversation) -> Any:
         do = conversation.row["do"]
-        if do == "raise":
+        if do in ("raise", "handle"):
             raise KeyError("no such tool")
         if do == "exit":
             raise SystemExit(3)
