@@ -71,3 +71,15 @@ def attempt_seed(seed: int, attempt: int) -> int:
     if attempt == 0:
         return seed
     return int(np.random.SeedSequence((seed, attempt)).generate_state(1, np.uint64)[0])
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """Return the seed of a turn's sampling stream in a conversation; turn 0 has that of the row.
+
+    It depends on the row's seed and the turn only, so a turn that is sampled again after the loss
+    of a replica or of an environment's process has the same stream.
+    """
+    if turn == 0:
+        return seed
+    sequence = np.random.SeedSequence((seed, turn))
+    return int(sequence.generate_state(1, np.uint64)[0])

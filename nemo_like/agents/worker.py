@@ -1,48 +1,30 @@
-"""The process that runs the programs of many episodes: endpoint, recorder and launcher.
-
-It samples nothing itself. The driver calls `advance` again and again: it gives episodes to start
-and answers to calls, and gets calls and ended episodes. A call names its parent, so that only new
-tokens travel. Everything else runs in one event loop in a thread of its own.
-"""
+"""Episodes of programs: endpoint, recorder and launcher, in one event loop."""
 
 from __future__ import annotations
 
 import asyncio
-import copy
 import sys
-import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future
 
 import numpy as np
 
 from nemo_like.agents.calls import Call, Episode, Sampled
-from nemo_like.agents.codec import ChatCodec
 from nemo_like.agents.endpoint import AgentEndpoint, EndpointLimits, Session
-from nemo_like.agents.events import (
-    CallAnswer,
-    CallCancel,
-    CallRequest,
-    EpisodeEnd,
-    EpisodeStart,
-    Event,
-)
+from nemo_like.agents.episode_worker import EpisodeWorker
+from nemo_like.agents.events import CallRequest, EpisodeEnd, EpisodeStart
 from nemo_like.agents.launcher import Launcher, Program, ProgramEnd, run_episode
 from nemo_like.agents.statuses import Status
 from nemo_like.config.errors import error_text, shortened
 from nemo_like.config.rollout import EnvironmentConfig
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import WorkerContext
 
-_CLOSE_S = 10.0
 _GRACE_S = 10.0
 """Max seconds in which a program may end itself after its time limit."""
 _NO_NUMBERS = np.zeros(0, dtype=np.float32)
 
 
-class AgentWorker:
+class AgentWorker(EpisodeWorker):
     """Runs the program of the section `environment` any number of times, also at the same time."""
 
     def __init__(self, context: WorkerContext | None, *, config: EnvironmentConfig) -> None:
@@ -53,91 +35,27 @@ class AgentWorker:
         self._config = config
         self._program = program_of(config)
         self._launcher = Launcher(self._program)
-        self._codec: ChatCodec | None = None
         self._numbers: dict[int, dict[Call, int]] = {}
         """Calls of running episodes, with their numbers."""
-        self._answers: dict[tuple[int, int], asyncio.Future[CallAnswer]] = {}
-        """By episode and call."""
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._events: list[Event] = []
-        self._changed = threading.Condition()
-        """Guards `_events`."""
-        self._loop = asyncio.new_event_loop()
-        self._stopped = asyncio.Event()
         self._launching = asyncio.Lock()
         self._endpoint = AgentEndpoint(
             self._sample, limits=EndpointLimits(max_turns=config.max_turns)
         )
-        started: Future[None] = Future()
-        self._thread = threading.Thread(
-            target=self._loop.run_until_complete,
-            args=(self._serve(started),),
-            name="agents",
-            daemon=True,
-        )
-        self._thread.start()
-        started.result()
+        super().__init__(self._endpoint.serving())
 
     def set_encoder(self, encoder: ChatEncoder) -> None:
         """Set the encoder of the requests. It must be called before episodes are started."""
-        # In a run without Ray the driver uses it in another thread.
-        self._codec = ChatCodec(copy.deepcopy(encoder.without_prompts()))
-
-    def advance(
-        self, starts: Sequence[EpisodeStart], answers: Sequence[CallAnswer], max_seconds: float
-    ) -> list[Event]:
-        """Start episodes and answer calls; return the events since the last call.
-
-        Waits up to `max_seconds` for one.
-        """
-        self._loop.call_soon_threadsafe(self._receive, starts, answers)
-        with self._changed:
-            self._changed.wait_for(lambda: self._events, max_seconds)
-            events, self._events = self._events, []
-        # Programs have time limits of their own.
-        activity.note(f"{len(self._numbers)} programs run")
-        return events
+        super().set_encoder(encoder.without_prompts())
 
     def close(self) -> None:
         """End all programs, the endpoint and the thread."""
-        self._loop.call_soon_threadsafe(self._stopped.set)
-        self._thread.join(_CLOSE_S)
+        super().close()
         self._launcher.close()
-
-    async def _serve(self, started: Future[None]) -> None:
-        try:
-            async with self._endpoint.serving():
-                started.set_result(None)
-                await self._stopped.wait()
-                for task in self._tasks:
-                    task.cancel()
-                await asyncio.gather(*self._tasks, return_exceptions=True)
-        except OSError as error:
-            if started.done():
-                raise
-            started.set_exception(error)
-
-    def _receive(self, starts: Sequence[EpisodeStart], answers: Sequence[CallAnswer]) -> None:
-        for start in starts:
-            task = asyncio.ensure_future(self._run(start))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        for answer in answers:
-            waiting = self._answers.get((answer.episode, answer.number))
-            if waiting is not None and not waiting.done():
-                waiting.set_result(answer)
-
-    def _emit(self, event: Event) -> None:
-        with self._changed:
-            self._events.append(event)
-            self._changed.notify()
 
     async def _sample(self, call: Call) -> Sampled:
         """Let the driver sample the answer to a call."""
         numbers = self._numbers[call.episode]
         number = numbers[call] = len(numbers)
-        waiting = self._loop.create_future()
-        self._answers[call.episode, number] = waiting
         request = CallRequest(
             episode=call.episode,
             number=number,
@@ -147,32 +65,23 @@ class AgentWorker:
             max_tokens=call.options.max_tokens,
             stop=call.options.stop,
         )
-        self._emit(request)
-        try:
-            answer = await waiting
-        except asyncio.CancelledError:
-            self._emit(CallCancel(episode=call.episode, number=number))
-            raise
-        finally:
-            del self._answers[call.episode, number]
+        answer = await self._answer(request)
         # The driver keeps log-probs and versions.
         return Sampled(answer.token_ids, _NO_NUMBERS, _NO_NUMBERS, answer.finish_reason)
 
-    async def _run(self, start: EpisodeStart) -> None:
+    async def _episode(self, start: EpisodeStart) -> EpisodeEnd:
         """Run one episode. It ends with one event, whatever happens."""
         started_s = time.monotonic()
         self._numbers[start.episode] = {}
         try:
-            end = await self._episode(start, started_s)
+            return await self._program_episode(start, started_s)
         except Exception as error:  # noqa: BLE001 (one episode does not end the others)
-            end = EpisodeEnd(
-                episode=start.episode, status=Status.FAILED_INFRA, problem=error_text(error)
-            )
-        del self._numbers[start.episode]
-        self._emit(end)
+            problem = error_text(error)
+            return EpisodeEnd(episode=start.episode, status=Status.FAILED_INFRA, problem=problem)
+        finally:
+            del self._numbers[start.episode]
 
-    async def _episode(self, start: EpisodeStart, started_s: float) -> EpisodeEnd:
-        assert self._codec is not None, "set_encoder was called"
+    async def _program_episode(self, start: EpisodeStart, started_s: float) -> EpisodeEnd:
         episode = Episode(
             self._codec,
             start.seed,

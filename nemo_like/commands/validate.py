@@ -18,6 +18,7 @@ from functools import cached_property, partial
 from math import isnan
 from typing import TYPE_CHECKING
 
+from nemo_like.agents.environment_worker import EnvironmentWorker
 from nemo_like.algorithms.registry import ALGORITHMS
 from nemo_like.commands.start import lacks_gpu, open_config
 from nemo_like.commands.train import WRONG_INPUT
@@ -32,13 +33,7 @@ from nemo_like.data.formats import RowSchema, conversation, question
 from nemo_like.data.image_encoding import ImageEncoder
 from nemo_like.data.observations import ObservationEncoder
 from nemo_like.data.rows import Rows
-from nemo_like.environments.environment import (
-    Conversation,
-    EnvironmentFailure,
-    StepOutcome,
-    StepTask,
-)
-from nemo_like.environments.environment_workers import EnvironmentWorker
+from nemo_like.environments.environment import Conversation, EnvironmentFailure, StepOutcome
 from nemo_like.environments.reward import RewardError, RewardSample
 from nemo_like.environments.reward_calls import load_reward_functions
 from nemo_like.environments.reward_worker import RewardWorker
@@ -84,7 +79,6 @@ _NO_GPU_HERE = (
     "cluster.gpus_per_node is above 0, and this machine has no GPU: the run needs a Ray cluster"
     " with GPUs"
 )
-_POLL_S = 1.0
 MAX_CALL_S = 60.0
 """Time limit of a call of a user's code for which the config sets none."""
 
@@ -421,8 +415,7 @@ class _ScoringChecks:
                 completion = self.sample.completion or self.sample.answer or ""
                 turn = {"role": "assistant", "content": completion}
                 turns = Conversation(messages=(*messages, turn), row=self.sample.row)
-                task = StepTask(key=0, conversation=turns, timeout_s=section.timeout_s)
-                outcome = _outcome(worker, task)
+                outcome = worker.step(turns, section.timeout_s)
                 text = self._described(outcome, encoder)
                 text = f"{section.path}: {text} for the answer of {self.place} itself"
                 self.diagnostics.add_lines("environment", text)
@@ -456,11 +449,3 @@ class _ScoringChecks:
             token_ids = observations.encode(outcome.observation, encoder.eos_token_id)
             num_tokens = f" of {len(token_ids)} tokens"
         return f"{text}, and an observation{num_tokens}"
-
-
-def _outcome(worker: EnvironmentWorker, task: StepTask) -> StepOutcome:
-    """Run a step, which has a time limit of its own unless it was turned off."""
-    outcomes = worker.advance([task], _POLL_S)
-    while not outcomes:
-        outcomes = worker.advance([], _POLL_S)
-    return outcomes[0]

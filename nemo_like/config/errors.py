@@ -134,11 +134,11 @@ def printable(text: str, encoding: str = "utf-8") -> str:
 def shown_value(value: Any, limit: int = _MAX_SHOWN) -> str:
     """Return `repr(value)` for a message, of at most `limit` characters.
 
-    Also for numbers with more digits than Python prints.
+    Also for numbers with more digits than Python prints, and for objects of a user.
     """
     try:
         text = repr(value)
-    except (ValueError, RecursionError):
+    except Exception:  # noqa: BLE001 (whatever the code of the user raises)
         text = f"a value of type {type(value).__name__}"
     return shortened(text, limit)
 

@@ -3,8 +3,7 @@
 An environment answers the turns of the model: it runs a tool that the model calls, replies as a
 user, or ends the conversation. It is a class of the user, named by its import path in
 `environment.path`; there is nothing to register. One instance in a worker process serves any number
-of conversations at the same time. It keeps nothing about them: their state travels with the
-conversation, so that any worker can answer the next turn.
+of conversations at the same time. It keeps nothing about them: each has a state.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ ENVIRONMENT = "environment"
 _MAX_SHOWN = 500
 
 State = Mapping[str, Any]
-"""State of a conversation as JSON values; the environment defines its keys."""
+"""State of a conversation, which stays in one process; the environment defines keys and values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +63,7 @@ class StepResult:
     done: bool = False
     """The conversation has ended; the observation is not shown to the model."""
     state: State | None = None
-    """State for the next turn, as JSON values; None keeps the state of the conversation."""
+    """State for the next turn; None keeps the state of the conversation."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers that are summed over the turns of a conversation and averaged over conversations,
     logged as `environment/<name>`. Example: `{"tool_calls": 1}`."""
@@ -102,22 +101,9 @@ class EnvironmentFailure(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepTask:
-    """One turn of the model that an environment answers; at the first turn it resets before."""
-
-    key: int
-    """Names the task among the unfinished tasks of the run."""
-    conversation: Conversation
-    timeout_s: float | None = None
-    """Seconds that are left to the environment in this conversation; None sets no limit."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class StepOutcome:
     """The checked result of a step."""
 
-    key: int
-    """The key of the task."""
     state: State
     """State for the next turn."""
     observation: tuple[Message, ...] = ()
@@ -138,20 +124,14 @@ class BadStep(Exception):
 
 
 def checked_state(value: Any) -> State:
-    """Return the state that `reset` returned. Raises BadStep unless it consists of JSON values."""
+    """Return the state that `reset` returned. Raises BadStep unless it is a mapping."""
     if not isinstance(value, Mapping):
         raise BadStep(f"returned {_shown(value)}, which is not a mapping; return {{}} for no state")
-    problem = _json_problem(dict(value))
-    if problem is not None:
-        raise BadStep(
-            f"returned a state that is not JSON ({problem}): states travel between processes, so"
-            " use texts, numbers, lists and mappings with texts as keys"
-        )
     return dict(value)
 
 
-def checked_outcome(key: int, state: State, value: Any) -> StepOutcome:
-    """Return the outcome of the task `key`, whose step returned `value`.
+def checked_outcome(state: State, value: Any) -> StepOutcome:
+    """Return the outcome of a step that returned `value`.
 
     `state` is the state before the step. Raises BadStep for an invalid value.
     """
@@ -168,7 +148,6 @@ def checked_outcome(key: int, state: State, value: Any) -> StepOutcome:
             " return one of the two"
         )
     return StepOutcome(
-        key=key,
         state=state,
         observation=observation,
         rewards=_checked_rewards(value.reward),

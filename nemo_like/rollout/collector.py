@@ -18,14 +18,7 @@ from nemo_like.environments.reward import RewardError, RewardProblem
 from nemo_like.environments.reward_worker import RewardEnvironment
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.requests import Completions, SamplingParams
-from nemo_like.rollout.conversations import (
-    ConversationDriver,
-    ConversationRow,
-    Prompt,
-    check_prompt_lengths,
-    prompt_messages,
-    turn_seed,
-)
+from nemo_like.rollout.conversations import ConversationRow, Prompt
 from nemo_like.rollout.episodes import EpisodeDriver
 from nemo_like.rollout.rows import Rollout, build_rollout
 
@@ -141,7 +134,6 @@ class RolloutCollector:
         generator: Generator,
         rewards: RewardEnvironment | None,
         tokenizer: PreTrainedTokenizerBase,
-        conversations: ConversationDriver | None = None,
         episodes: EpisodeDriver | None = None,
     ) -> None:
         """`rewards` is None without reward functions: an environment or models may give rewards.
@@ -151,7 +143,6 @@ class RolloutCollector:
         self.generator = generator
         self._rewards = rewards
         self._tokenizer = tokenizer
-        self._conversations = conversations
         self._episodes = episodes
         if rewards is not None:
             # The workers get token ids.
@@ -165,8 +156,6 @@ class RolloutCollector:
         self._jobs: dict[int, tuple[RolloutJob, int]] = {}
         """By request id, or by number of an episode: the job and the row of those without a reward.
         """
-        self._next_turns: list[int] = []
-        """Requests whose conversations wait for their next turn."""
         self._is_draining = False
 
     def start(
@@ -196,11 +185,8 @@ class RolloutCollector:
         )
         if lengths is not None:
             job.lengths = np.repeat(lengths, group_size)
-        if self._conversations is not None:
-            check_prompt_lengths(prompts, max_total_length)
         for index, (prompt, seed) in enumerate(zip(repeated, seeds, strict=True)):
-            messages = [] if self._conversations is None else prompt_messages(prompt)
-            row = ConversationRow.start(prompt, int(seed), messages, self._tokenizer)
+            row = ConversationRow.start(prompt, int(seed), self._tokenizer)
             row.group = self._num_groups + index // group_size
             row.episode = self._num_rows + index
             job.rows.append(row)
@@ -209,7 +195,7 @@ class RolloutCollector:
         if self.generator.num_unfinished == 0:
             self.generator.start_rollout()
         if self._episodes is None:
-            self._request(job, range(len(repeated)))
+            self._request(job)
             return job
         for index, row in enumerate(job.rows):
             self._jobs[row.episode] = (job, index)
@@ -222,18 +208,13 @@ class RolloutCollector:
         Raises WorkerFailure if a worker fails that cannot be replaced, and RewardError if reward
         functions or the environment failed in more rows than `reward.max_error_share` allows.
         """
-        self._request_turns()
         calls = [] if self._rewards is None else self._rewards.running_calls
-        if self._conversations is not None:
-            is_idle = not self.generator.num_running
-            calls += self._conversations.workers.start_calls(is_idle=is_idle)
         if self._episodes is not None:
             calls += self._episodes.workers.start_calls(is_idle=not self.generator.num_running)
         if self.generator.num_unfinished or calls:
             request_ids, completions = self.generator.collect(_WAIT_S, calls)
             if request_ids:
                 self._add_completions(request_ids, completions)
-        self._collect_steps()
         self._collect_episodes()
         self._collect_rewards()
 
@@ -286,84 +267,42 @@ class RolloutCollector:
             raise errors[0]
 
     def _add_completions(self, request_ids: Sequence[int], completions: Completions) -> None:
-        """Add finished completions to their rows; submit them for steps or for rewards."""
+        """Add finished completions to their rows; submit them for rewards."""
         if self._episodes is not None:
             self._episodes.add_completions(request_ids, completions)
             return
-        turns: dict[int, ConversationRow] = {}
         for position, request_id in enumerate(request_ids):
             job, row = self._jobs[request_id]
             job.rows[row].add_turn(completions, position)
-            turns[request_id] = job.rows[row]
-        if self._conversations is not None:
-            self._conversations.submit(turns)
-        else:
-            self._end_rows(request_ids)
-
-    def _collect_steps(self) -> None:
-        """Continue or end the conversations whose turn the environment has answered."""
-        if self._conversations is None:
-            return
-        ended = []
-        for outcome in self._conversations.workers.collect(0.0):
-            job, row = self._jobs[outcome.key]
-            self._conversations.add_outcome(job.rows[row], outcome, job.max_total_length)
-            if outcome.failure is not None and outcome.failure.problem is not None:
-                limits, on_error = self._conversations.rewards, self._conversations.config.on_error
-                job.add_problem(row, outcome.failure.problem, limits, on_error)
-            if job.rows[row].ended_by is None:
-                self._next_turns.append(outcome.key)
-            else:
-                ended.append(outcome.key)
-        self._end_rows(ended)
-        self._request_turns()
+        self._end_rows(request_ids)
 
     def _collect_episodes(self) -> None:
-        """Continue the episodes of programs, and add those that have ended to their jobs."""
+        """Continue the episodes, and add those that have ended to their jobs."""
         if self._episodes is None:
             return
         keys = []
-        for row in self._episodes.advance(submits=not self._is_draining):
+        for row, problem in self._episodes.advance(submits=not self._is_draining):
             job, index = self._jobs[row.episode]
-            outcome = row.outcome
-            assert outcome is not None
-            if outcome.is_dropped:
+            if row.outcome is not None and row.outcome.is_dropped:
                 job.dropped_rows.add(index)
-            if outcome.status.is_failure:
-                problem, on_error = self._episodes.problem(outcome), self._episodes.config.on_error
-                job.add_problem(index, problem, self._episodes.rewards, on_error)
+            if problem is not None:
+                limits, on_error = self._episodes.rewards, self._episodes.config.on_error
+                job.add_problem(index, problem, limits, on_error)
             keys.append(row.episode)
         self._end_rows(keys)
 
-    def _request_turns(self) -> None:
-        """Request the next turns of conversations, unless completions are drained."""
-        if self._is_draining:
-            return
-        rows_of_job: dict[int, tuple[RolloutJob, list[int]]] = {}
-        for request_id in self._next_turns:
-            job, row = self._jobs.pop(request_id)
-            rows_of_job.setdefault(id(job), (job, []))[1].append(row)
-        self._next_turns = []
-        for job, rows in rows_of_job.values():
-            self._request(job, rows)
-
-    def _request(self, job: RolloutJob, rows: Sequence[int]) -> None:
-        """Request the next turn of the model in rows of a job."""
-        conversations = [job.rows[row] for row in rows]
-        seeds = [turn_seed(each.seed, each.num_turns) for each in conversations]
-        has_turns = self._conversations is not None
+    def _request(self, job: RolloutJob) -> None:
+        """Request the completions of a job without episodes."""
         request_ids = self.generator.submit(
-            Jagged.from_rows([np.concatenate(each.segments) for each in conversations], np.int32),
-            np.array(seeds, dtype=np.uint64),
+            Jagged.from_rows([row.prompt.token_ids for row in job.rows], np.int32),
+            np.array([row.seed for row in job.rows], dtype=np.uint64),
             job.sampling,
-            # Of a conversation they are predicted for all turns together.
-            lengths=None if job.lengths is None or has_turns else job.lengths[list(rows)],
+            lengths=job.lengths,
             max_total_length=job.max_total_length,
-            affinity=[each.episode for each in conversations] if has_turns else None,
-            images=[each.prompt.images for each in conversations],
+            images=[row.prompt.images for row in job.rows],
         )
-        for request_id, row in zip(request_ids, rows, strict=True):
-            self._jobs[request_id] = (job, row)
+        for index, request_id in enumerate(request_ids):
+            self._jobs[request_id] = (job, index)
 
     def _end_rows(self, request_ids: Sequence[int]) -> None:
         """Submit rows that ended for rewards of functions, if there are any."""

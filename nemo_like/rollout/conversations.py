@@ -16,15 +16,11 @@ import numpy as np
 from nemo_like.agents.history import Reason
 from nemo_like.agents.statuses import Status
 from nemo_like.config.errors import ConfigError, shown_value
-from nemo_like.config.rollout import EnvironmentConfig, RewardConfig
 from nemo_like.config.schema import DataConfig
 from nemo_like.data.chat import prepare_messages
 from nemo_like.data.formats import question
 from nemo_like.data.images import RowImage
 from nemo_like.data.messages import Message, Tool
-from nemo_like.data.observations import ObservationEncoder
-from nemo_like.environments.environment import Conversation, State, StepOutcome, StepTask
-from nemo_like.environments.environment_workers import EnvironmentWorkers
 from nemo_like.environments.reward import RewardSample
 
 if TYPE_CHECKING:
@@ -78,7 +74,7 @@ class ConversationRow:
 
     prompt: Prompt
     seed: int
-    """Seed of the row; see `turn_seed`."""
+    """Seed of the row; see `row_seeds`."""
     segments: list[np.ndarray]
     """int32 [L] each: prompt, turn of the model, observation, turn of the model, ..."""
     messages: list[Message] = field(default_factory=list)
@@ -95,7 +91,6 @@ class ConversationRow:
     finish_reason: FinishReason = "stop"
     """How the last turn of the model ended; `length` also for a conversation without room for the
     next turn."""
-    state: State = field(default_factory=dict)
     rewards: dict[str, float] = field(default_factory=dict)
     """Components of the environment's reward, summed over turns."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -114,7 +109,7 @@ class ConversationRow:
     rows: Sequence[ConversationRow] = ()
     """All rows of the episode of a program, of which this is one; empty for another row."""
     num_started: int = 0
-    """Attempts of the episode of a program."""
+    """Attempts of an episode."""
     failed_calls: Sequence[int] = ()
     """Answered calls of each attempt that failed."""
     outcome: EpisodeOutcome | None = None
@@ -127,14 +122,10 @@ class ConversationRow:
 
     @classmethod
     def start(
-        cls,
-        prompt: Prompt,
-        seed: int,
-        messages: Sequence[Message] = (),
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        cls, prompt: Prompt, seed: int, tokenizer: PreTrainedTokenizerBase | None = None
     ) -> ConversationRow:
-        """Return a row that consists of its prompt; `messages` are those of the environment."""
-        return cls(prompt, seed, [prompt.token_ids], list(messages), tokenizer)
+        """Return a row that consists of its prompt."""
+        return cls(prompt, seed, [prompt.token_ids], tokenizer=tokenizer)
 
     @property
     def text(self) -> str:
@@ -190,13 +181,6 @@ class ConversationRow:
 
     def add_turn(self, completions: Completions, position: int) -> None:
         """Append the turn of the model in row `position` of `completions`."""
-        self.add_sampled(completions, position)
-        if self.messages:
-            # The environment answers the text.
-            self.messages.append({"role": "assistant", "content": self.text})
-
-    def add_sampled(self, completions: Completions, position: int) -> None:
-        """Append the tokens of the model in row `position` of `completions`, without a message."""
         self.segments.append(completions.token_ids[position])
         self.logprobs.append(completions.logprobs[position])
         versions = completions.weight_versions[position]
@@ -209,56 +193,6 @@ class ConversationRow:
             num_known = sum(map(len, self.routed_experts))
             self.routed_experts.append(completions.routed_experts[position][num_known:])
         self.finish_reason = completions.finish_reasons[position]
-
-    def task(self, key: int, timeout_s: float | None) -> StepTask:
-        """Return the step of the environment that answers the last turn.
-
-        `timeout_s` is for all steps of the conversation together.
-        """
-        if timeout_s is not None:
-            timeout_s = max(timeout_s - self.step_s, 0.0)
-        conversation = Conversation(
-            messages=tuple(self.messages),
-            row=self.prompt.row,
-            state=self.state,
-            turn=self.num_turns,
-            is_truncated=self.finish_reason == "length",
-        )
-        return StepTask(key=key, conversation=conversation, timeout_s=timeout_s)
-
-    def add_outcome(self, outcome: StepOutcome, max_turns: int) -> None:
-        """Add reward, state and metrics of a step; ends the conversation if it is over.
-
-        The observation is not appended: `add_observation` does so where the conversation goes on.
-        """
-        self.state = outcome.state
-        self.step_s += outcome.seconds
-        for name, value in outcome.rewards.items():
-            self.rewards[name] = self.rewards.get(name, 0.0) + value
-        self.turn_rewards = [*self.turn_rewards, sum(outcome.rewards.values())]
-        for name, value in outcome.metrics.items():
-            self.metrics[name] = self.metrics.get(name, 0.0) + value
-        if outcome.failure is not None:
-            self.ended_by = "error"
-            # Also that of earlier turns: it is not the reward of the conversation.
-            self.rewards, self.turn_rewards = {}, ()
-        elif outcome.is_timeout:
-            self.ended_by = "timeout"
-        elif outcome.done:
-            self.ended_by = "done"
-        elif self.num_turns >= max_turns:
-            self.ended_by = "turns"
-
-    def add_observation(
-        self, messages: Sequence[Message], token_ids: np.ndarray, max_tokens: int
-    ) -> None:
-        """Append an observation, `token_ids` int32 [L], or end without room for another turn."""
-        if self.num_tokens + len(token_ids) >= max_tokens:
-            self.ended_by = "tokens"
-            self.finish_reason = "length"
-            return
-        self.segments.append(token_ids)
-        self.messages += messages
 
     def cancel(self) -> None:
         """Mark the episode of a program as cancelled."""
@@ -279,54 +213,11 @@ class ConversationRow:
         )
 
 
-@dataclass(frozen=True)
-class ConversationDriver:
-    """Steps the environment after turns of the model and appends its observations."""
-
-    workers: EnvironmentWorkers
-    observations: ObservationEncoder
-    config: EnvironmentConfig
-    rewards: RewardConfig = field(default_factory=RewardConfig)
-    """Limits the share of failures."""
-
-    def submit(self, conversations: Mapping[int, ConversationRow]) -> None:
-        """Start the steps that answer the last turn of `conversations`, which are by key."""
-        timeout_s = self.config.timeout_s
-        self.workers.submit([each.task(key, timeout_s) for key, each in conversations.items()])
-
-    def add_outcome(
-        self, conversation: ConversationRow, outcome: StepOutcome, max_tokens: int
-    ) -> None:
-        """Add the answer to a turn: the conversation ends, or is ready for the next turn.
-
-        `max_tokens` is the limit of the conversation. Raises ConfigError for an observation that
-        the chat template cannot render.
-        """
-        conversation.add_outcome(outcome, self.config.max_turns)
-        if conversation.ended_by is None:
-            last_token_id = int(conversation.segments[-1][-1])
-            num_left = max_tokens - conversation.num_tokens
-            token_ids = self.observations.encode(outcome.observation, last_token_id, num_left)
-            conversation.add_observation(outcome.observation, token_ids, max_tokens)
-
-
 def prompt_messages(prompt: Prompt) -> list[Message]:
     """Return the messages of a prompt, without those that the config adds."""
     if not prompt.row:
         return [{"role": "user", "content": prompt.text}]
     return list(question(prompt.row).messages)
-
-
-def turn_seed(seed: int, turn: int) -> int:
-    """Return the seed of a turn's sampling stream; turn 0 has the seed of the row.
-
-    It depends on the row's seed and the turn only, so a turn that is sampled again after the loss
-    of a replica has the same stream.
-    """
-    if turn == 0:
-        return seed
-    sequence = np.random.SeedSequence((seed, turn))
-    return int(sequence.generate_state(1, np.uint64)[0])
 
 
 def check_prompt_lengths(prompts: Sequence[Prompt], max_tokens: int) -> None:

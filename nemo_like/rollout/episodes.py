@@ -1,4 +1,5 @@
-"""Episodes of programs: their calls become requests of the generator, and their ends become rows.
+"""Episodes of programs, and conversations with an environment: their calls become requests of the
+generator, and their ends become rows.
 
 The driver keeps what was sampled; the worker of an episode gets the token ids only, and names the
 calls of each row when the episode ends.
@@ -10,13 +11,14 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 import numpy as np
 
 from nemo_like.agents.events import CallAnswer, CallCancel, CallRequest, EpisodeEnd, EpisodeStart
 from nemo_like.agents.history import Reason
 from nemo_like.agents.statuses import Status, attempt_seed, outcome_of
+from nemo_like.agents.workers import AgentWorkers
 from nemo_like.config.errors import shown_value
 from nemo_like.config.rollout import EnvironmentConfig, RewardConfig
 from nemo_like.data.jagged import Jagged
@@ -25,14 +27,26 @@ from nemo_like.environments.reward import RewardError, RewardProblem
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.requests import Completions, SamplingParams
 from nemo_like.metrics import Max, Mean, Metrics, Sum
-from nemo_like.rollout.conversations import ConversationRow, EpisodeOutcome
+from nemo_like.rollout.conversations import (
+    ConversationRow,
+    EndReason,
+    EpisodeOutcome,
+    check_prompt_lengths,
+    prompt_messages,
+)
 from nemo_like.rollout.rows import Rollout
 
-if TYPE_CHECKING:
-    # It imports the packages of the endpoint, which other runs do not need.
-    from nemo_like.agents.workers import AgentWorkers
-
 logger = logging.getLogger(__name__)
+
+Ended = tuple[ConversationRow, RewardProblem | None]
+"""A row whose episode has ended, and why it failed."""
+_END_REASONS: dict[Status, EndReason] = {
+    Status.DONE: "done",
+    Status.LIMIT_TURNS: "turns",
+    Status.LIMIT_TOKENS: "tokens",
+    Status.LIMIT_TIME: "timeout",
+    Status.FAILED_PROGRAM: "error",
+}
 
 
 @dataclass(eq=False)
@@ -43,8 +57,10 @@ class _Recorded:
     parent: _Recorded | None
     request_id: int = -1
     """Of the generator; -1 for one that was not submitted."""
-    completion: Completions | None = None
-    """One row."""
+    answer: tuple[Completions, int] | None = None
+    """Completions, and the row that is its answer."""
+    token_ids: np.ndarray | None = None
+    """Those of the answer, int32 [L]."""
 
     @property
     def path(self) -> list[_Recorded]:
@@ -59,14 +75,14 @@ class _Recorded:
         """Token ids that the answer follows, int32 [L]."""
         parts = []
         for call in self.path[:-1]:
-            assert call.completion is not None
-            parts += [call.request.given, call.completion.token_ids[0]]
+            assert call.token_ids is not None
+            parts += [call.request.given, call.token_ids]
         return np.concatenate([*parts, self.request.given])
 
 
 @dataclass(eq=False)
 class _Attempt:
-    """One run of a program on a row."""
+    """One run of a program or a conversation on a row."""
 
     row: ConversationRow
     sampling: SamplingParams
@@ -78,7 +94,7 @@ class _Attempt:
 
 
 class EpisodeDriver:
-    """Runs a program on rows until they have an outcome, with further attempts after failures."""
+    """Runs episodes on rows until they have ended, with further attempts after failures."""
 
     def __init__(
         self,
@@ -103,7 +119,12 @@ class EpisodeDriver:
     def start(
         self, rows: Sequence[ConversationRow], sampling: SamplingParams, max_total_tokens: int
     ) -> None:
-        """Run the program on each of `rows`, which consist of their prompts."""
+        """Start an episode on each of `rows`, which consist of their prompts.
+
+        Raises ConfigError for a prompt that leaves no room in a conversation.
+        """
+        if not self.config.is_program:
+            check_prompt_lengths([row.prompt for row in rows], max_total_tokens)
         self._start([_Attempt(row, sampling, max_total_tokens) for row in rows])
 
     def add_completions(self, request_ids: Sequence[int], completions: Completions) -> None:
@@ -111,38 +132,39 @@ class EpisodeDriver:
         answers = []
         for position, request_id in enumerate(request_ids):
             number, call = self._calls.pop(request_id)
-            call.completion = completions.take(np.array([position]))
+            call.answer = (completions, position)
+            call.token_ids = completions.token_ids[position]
             answers.append(
                 CallAnswer(
                     episode=number,
                     number=call.request.number,
-                    token_ids=call.completion.token_ids[0],
-                    finish_reason=call.completion.finish_reasons[0],
+                    token_ids=call.token_ids,
+                    finish_reason=completions.finish_reasons[position],
                 )
             )
         self.workers.answer(answers)
 
-    def advance(self, *, submits: bool) -> list[ConversationRow]:
+    def advance(self, *, submits: bool) -> list[Ended]:
         """Request the answers to new calls, unless not `submits`; return the rows that have ended.
 
         Raises WorkerFailure, and RewardError after a failure with `environment.on_error` `stop`.
         """
-        ended = []
+        ended: list[Ended] = []
         for event in self.workers.collect():
             if isinstance(event, CallRequest):
                 self._held.append(event)
             elif isinstance(event, CallCancel):
                 self._cancel(event)
             else:
-                row = self._end(event)
-                if row is not None:
-                    ended.append(row)
+                ended += self._end(event)
         if submits:
             self._submit()
         return ended
 
-    def problem(self, outcome: EpisodeOutcome) -> RewardProblem:
-        """Return the problem of a failed episode."""
+    def _problem(self, outcome: EpisodeOutcome) -> RewardProblem | None:
+        """Return the problem of a failed episode of a program."""
+        if not outcome.status.is_failure:
+            return None
         config = self.config
         name = "environment" if config.path is not None else "command"
         kind = "ended" if outcome.status is Status.FAILED_INFRA else "raised"
@@ -160,6 +182,8 @@ class EpisodeDriver:
                     row=row.prompt.row,
                     seed=attempt_seed(row.seed, attempt.number),
                     max_total_tokens=attempt.max_total_tokens,
+                    prompt_ids=row.prompt.token_ids,
+                    messages=() if self.config.is_program else prompt_messages(row.prompt),
                 )
             )
             row.num_started += 1
@@ -182,6 +206,7 @@ class EpisodeDriver:
         self._held = []
         for (sampling, max_total_tokens), requests in groups.items():
             calls = []
+            rows = [self._attempts[each.episode].row for each in requests]
             for request in requests:
                 known = self._attempts[request.episode].calls
                 parent = None if request.parent is None else known[request.parent]
@@ -192,7 +217,8 @@ class EpisodeDriver:
                 np.array([request.seed for request in requests], dtype=np.uint64),
                 sampling,
                 max_total_length=max_total_tokens,
-                affinity=[self._attempts[each.episode].row.episode for each in requests],
+                affinity=[row.episode for row in rows],
+                images=[row.prompt.images for row in rows],
             )
             for request_id, call in zip(request_ids, calls, strict=True):
                 call.request_id = request_id
@@ -210,8 +236,8 @@ class EpisodeDriver:
         if call is not None and self._calls.pop(call.request_id, None):
             self._generator.cancel([call.request_id])
 
-    def _end(self, end: EpisodeEnd) -> ConversationRow | None:
-        """Return the row of an episode that has ended; None if it is tried again.
+    def _end(self, end: EpisodeEnd) -> list[Ended]:
+        """Return the row of an episode that has ended, or nothing if it is tried again.
 
         Raises RewardError if a failure stops the run.
         """
@@ -221,6 +247,24 @@ class EpisodeDriver:
         running = [call.request_id for call in attempt.calls.values()]
         running = [each for each in running if self._calls.pop(each, None)]
         self._generator.cancel(running)
+        if self.config.is_program:
+            return self._end_program(attempt, end)
+        if end.status is Status.FAILED_INFRA:
+            # Its process was lost. With the same seeds the turns are sampled again.
+            self._start([replace(attempt, calls={})])
+            return []
+        row = attempt.row
+        row.ended_by = _END_REASONS[end.status]
+        row.rewards, row.turn_rewards = dict(end.rewards or {}), end.call_rewards
+        row.metrics, row.step_s = dict(end.metrics), end.seconds
+        row.messages = list(end.messages)
+        _add_rows(attempt, end)
+        # It is one row in any case, and not an episode of several rows in the batch.
+        row.rows = ()
+        return [(row, None if end.failure is None else end.failure.problem)]
+
+    def _end_program(self, attempt: _Attempt, end: EpisodeEnd) -> list[Ended]:
+        """Do what `_end` does for a program."""
         has_functions = any(weight != 0 for weight in self.rewards.weights.values())
         if end.status is Status.DONE and end.rewards is None and not has_functions:
             # No reward is not a reward of 0.
@@ -229,7 +273,7 @@ class EpisodeDriver:
             end = replace(end, status=Status.FAILED_PROGRAM, problem=problem)
         if end.status.is_failure:
             # The driver knows them also where the worker was lost.
-            answered = [call for call in attempt.calls.values() if call.completion is not None]
+            answered = [call for call in attempt.calls.values() if call.answer is not None]
             attempt.row.failed_calls = [*attempt.row.failed_calls, len(answered)]
         result = outcome_of(
             end.status,
@@ -241,7 +285,7 @@ class EpisodeDriver:
         if result == "retry":
             logger.info("an episode is tried again: %s", end.problem)
             self._start([replace(attempt, number=attempt.number + 1, calls={})])
-            return None
+            return []
         row = attempt.row
         row.outcome = EpisodeOutcome(
             status=end.status,
@@ -252,9 +296,10 @@ class EpisodeDriver:
             seconds=end.seconds,
             problem=end.problem,
         )
+        problem = self._problem(row.outcome)
         if result == "stop":
             raise RewardError(
-                f"{self.problem(row.outcome)}, on the row {shown_value(dict(row.prompt.row))};"
+                f"{problem}, on the row {shown_value(dict(row.prompt.row))};"
                 " environment.on_error=drop or zero continues a run in spite of such episodes"
             )
         if result == "train":
@@ -265,7 +310,7 @@ class EpisodeDriver:
             row.turn_rewards = end.call_rewards
         row.messages = list(end.messages)
         _add_rows(attempt, end)
-        return row
+        return [(row, problem)]
 
 
 def _add_rows(attempt: _Attempt, end: EpisodeEnd) -> None:
@@ -279,9 +324,9 @@ def _add_rows(attempt: _Attempt, end: EpisodeEnd) -> None:
         row.logprobs, row.weight_versions, row.routed_experts = [], [], []
         for number in numbers:
             call = attempt.calls[number]
-            assert call.completion is not None
+            assert call.answer is not None
             row.segments.append(call.request.given)
-            row.add_sampled(call.completion, 0)
+            row.add_turn(*call.answer)
         if end.status is Status.LIMIT_TOKENS:
             row.finish_reason = "length"
         rows.append(row)

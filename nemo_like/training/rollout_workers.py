@@ -7,8 +7,11 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
+from nemo_like.agents.environment_worker import EnvironmentWorker
+from nemo_like.agents.episode_worker import EpisodeWorker
+from nemo_like.agents.workers import AgentWorkers
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.needs import RolloutNeeds
 from nemo_like.config.parallel import is_colocated, num_generation_workers, num_policy_workers
@@ -21,13 +24,8 @@ from nemo_like.config.schema import (
     Switch,
 )
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.observations import ObservationEncoder
 from nemo_like.distributed.worker_group import WorkerGroup, call_all
-from nemo_like.environments.environment_workers import (
-    EnvironmentWorker,
-    EnvironmentWorkers,
-    load_environment,
-)
+from nemo_like.environments.environment_calls import load_environment
 from nemo_like.environments.reward_calls import load_reward_functions
 from nemo_like.environments.reward_worker import RewardEnvironment, RewardWorker
 from nemo_like.generation.generator import Generator
@@ -38,16 +36,12 @@ from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.rollout.collector import RolloutCollector
-from nemo_like.rollout.conversations import ConversationDriver
 from nemo_like.rollout.episodes import EpisodeDriver
 from nemo_like.rollout.rewards import ModelRewards, RewardModel
 from nemo_like.run.progress import Progress
 from nemo_like.training.generation_backends import generation_backend
 from nemo_like.training.groups import GroupPlacement, StartGroup, WorkersStart, shares_gpus
 from nemo_like.training.model_files import RewardModelFiles, open_reward_model, recorded_experts
-
-if TYPE_CHECKING:
-    from nemo_like.agents.workers import AgentWorkers
 
 Begin = Callable[[Callable[[], Any]], Future[Any]]
 """Calls a function, or lets a thread call it; the future has the result."""
@@ -60,7 +54,7 @@ class RolloutWorkers:
     generator: Generator
     rewards: RewardEnvironment | None
     """None without reward functions: an environment or reward models may give rewards."""
-    environment: EnvironmentWorkers | AgentWorkers | None = None
+    environment: AgentWorkers | None = None
     """None in rollouts of one turn."""
     reward_models: ModelRewards | None = None
     """None without `reward.models`."""
@@ -136,7 +130,7 @@ def check_environment(config: EnvironmentConfig) -> None:
     The workers import the programs.
     """
     if config.is_program:
-        _environment_classes(config)
+        _worker_class(config)
     elif config.is_used:
         load_environment(config)
 
@@ -147,7 +141,7 @@ def start_environment(
     start: StartGroup,
     closing: ExitStack,
     progress: Progress,
-) -> EnvironmentWorkers | AgentWorkers | None:
+) -> AgentWorkers | None:
     """Start the workers of the environment or of programs; None in a run without."""
     if not environment.is_used:
         return None
@@ -156,7 +150,7 @@ def start_environment(
         # The steps share this process in any case.
         num_workers = 1
 
-    worker_class, workers_class = _environment_classes(environment)
+    worker_class = _worker_class(environment)
 
     def start_worker(index: int) -> WorkerGroup:
         # Environments and reward functions need no GPU and little CPU, so their workers reserve
@@ -166,30 +160,33 @@ def start_environment(
         )
         return start(placement, worker_class, config=environment)
 
-    workers = workers_class(
-        start_worker, num_workers, max_restarts=cluster.max_restarts, report=progress.print_line
+    workers = AgentWorkers(
+        start_worker,
+        num_workers,
+        name="agents" if environment.is_program else "the environment",
+        max_restarts=cluster.max_restarts,
+        report=progress.print_line,
     )
     closing.callback(workers.shutdown)
     return workers
 
 
-def _environment_classes(config: EnvironmentConfig) -> tuple[type, type]:
-    """Return the classes of the workers of an environment and of their driver side.
+def _worker_class(config: EnvironmentConfig) -> type[EpisodeWorker]:
+    """Return the class of the workers of an environment or of programs.
 
     Raises ConfigError if the packages of an endpoint are not installed.
     """
     if not config.is_program:
-        return EnvironmentWorker, EnvironmentWorkers
+        return EnvironmentWorker
     try:
-        # Imported on demand: they import the packages of an extra.
+        # Imported on demand: it imports the packages of an extra.
         from nemo_like.agents.worker import AgentWorker
-        from nemo_like.agents.workers import AgentWorkers
     except ImportError as error:
         raise ConfigError(
             "environment.kind is program, which needs packages that are not installed: pip install"
             f" 'nemo-like[agents]' ({error})"
         ) from error
-    return AgentWorker, AgentWorkers
+    return AgentWorker
 
 
 def start_rewards(config: RewardConfig, start: StartGroup) -> RewardEnvironment:
@@ -208,18 +205,14 @@ def start_rewards(config: RewardConfig, start: StartGroup) -> RewardEnvironment:
 def open_collector(
     rollouts: RolloutNeeds, workers: RolloutWorkers, encoder: ChatEncoder
 ) -> RolloutCollector:
-    """Return the collector on `workers`; its rows are conversations if they have an environment."""
-    generator, environment = workers.generator, workers.environment
-    config, rewards = rollouts.environment, rollouts.rewards
-    conversations = episodes = None
-    if environment is not None and config.is_program:
-        agents = cast("AgentWorkers", environment)
-        agents.set_encoder(encoder)
-        episodes = EpisodeDriver(agents, generator, config, rewards)
-    elif isinstance(environment, EnvironmentWorkers):
-        observations = ObservationEncoder(encoder)
-        conversations = ConversationDriver(environment, observations, config, rewards)
-    return RolloutCollector(generator, workers.rewards, encoder.tokenizer, conversations, episodes)
+    """Return the collector on `workers`; its rows are episodes if they have an environment."""
+    episodes = None
+    if workers.environment is not None:
+        workers.environment.set_encoder(encoder)
+        episodes = EpisodeDriver(
+            workers.environment, workers.generator, rollouts.environment, rollouts.rewards
+        )
+    return RolloutCollector(workers.generator, workers.rewards, encoder.tokenizer, episodes)
 
 
 def open_reward_models(models: Mapping[str, RewardModelConfig]) -> dict[str, RewardModelFiles]:
@@ -351,9 +344,7 @@ class RolloutStarter:
         )
         return start_generator(start, settings.cluster, self._start, self._progress)
 
-    def _start_services(
-        self,
-    ) -> tuple[EnvironmentWorkers | AgentWorkers | None, RewardEnvironment | None]:
+    def _start_services(self) -> tuple[AgentWorkers | None, RewardEnvironment | None]:
         """Start the workers of the environment and of the reward functions."""
         rollouts = self._rollouts
         environment = start_environment(

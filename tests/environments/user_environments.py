@@ -93,15 +93,25 @@ class Unreadable(Exception):
         return str(self.args[1])
 
 
+class Unprintable:
+    """A value that only its process can have; a state may have it."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("it is closed")
+
+    def __reduce__(self) -> str:
+        raise TypeError("it cannot be pickled")
+
+
 class Misbehaving:
     """Returns or raises what the row names."""
 
     def reset(self, row: Mapping[str, Any]) -> Any:
-        return {"socket": object()} if row["do"] == "state" else {}
+        return {"state": 7, "handle": {"handle": Unprintable()}}.get(row["do"], {})
 
     def step(self, conversation: Conversation) -> Any:
         do = conversation.row["do"]
-        if do == "raise":
+        if do in ("raise", "handle"):
             raise KeyError("no such tool")
         if do == "exit":
             raise SystemExit(3)
@@ -145,12 +155,15 @@ class Blocking:
 class Sleeping:
     """A plain step that takes some time."""
 
+    def __init__(self, num_turns: int = 1) -> None:
+        self.num_turns = num_turns
+
     def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
         return {}
 
     def step(self, conversation: Conversation) -> StepResult:
         time.sleep(float(conversation.row["seconds"]))
-        return StepResult(done=True)
+        return StepResult(observation="next", reward=1.0, done=conversation.turn >= self.num_turns)
 
 
 class Flaky(GuessingGame):

@@ -25,14 +25,14 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from nemo_like.config.rollout import EnvironmentConfig, VLLMGenerationConfig
+from nemo_like.agents.environment_worker import EnvironmentWorker
+from nemo_like.agents.workers import AgentWorkers
+from nemo_like.config.rollout import EnvironmentConfig, RewardConfig, VLLMGenerationConfig
 from nemo_like.config.schema import AdapterConfig, OptimizerConfig, PolicyConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.jagged import Jagged
-from nemo_like.data.observations import ObservationEncoder
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.local_group import LocalGroup, local_context
-from nemo_like.environments.environment_workers import EnvironmentWorker, EnvironmentWorkers
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.requests import (
     Completions,
@@ -47,7 +47,8 @@ from nemo_like.policy.megatron.worker import MegatronPolicyWorker
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.rollout.collector import RolloutCollector
-from nemo_like.rollout.conversations import ConversationDriver, Prompt
+from nemo_like.rollout.conversations import Prompt
+from nemo_like.rollout.episodes import EpisodeDriver
 from nemo_like.sampling_filter import filter_logits
 from nemo_like.weight_sync.check import LogprobCheck
 from nemo_like.weight_sync.sync import SyncReport, WeightSync
@@ -816,11 +817,12 @@ def test_turns_of_a_conversation_are_sampled_after_all_ids_before_them(engine: E
     encoder = ChatEncoder(tokenizer)
     config = EnvironmentConfig(path="tests.environments.user_environments.Scripted", max_turns=5)
     context = local_context(num_threads=1)
-    workers = EnvironmentWorkers(
+    workers = AgentWorkers(
         lambda index: LocalGroup(EnvironmentWorker, {"config": config}, context), 1
     )
-    driver = ConversationDriver(workers, ObservationEncoder(encoder), config)
+    workers.set_encoder(encoder)
     generator = Generator(lambda index: LocalGroup(lambda context: engine.worker, {}, context))
+    driver = EpisodeDriver(workers, generator, config, RewardConfig())
     collector = RolloutCollector(generator, None, tokenizer, driver)
     prompts = []
     for num_turns in (5, 2, 1):

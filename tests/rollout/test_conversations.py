@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_like.agents.environment_worker import EnvironmentWorker
+from nemo_like.agents.statuses import turn_seed
+from nemo_like.agents.workers import AgentWorkers
 from nemo_like.algorithms.grpo.advantages import without_truncated
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.rollout import EnvironmentConfig, RewardConfig, RewardFunctionConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.jagged import Jagged
-from nemo_like.data.observations import ObservationEncoder
 from nemo_like.demo.task import build_model, build_tokenizer
 from nemo_like.distributed.errors import WorkerDied
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.distributed.worker_group import Handle
-from nemo_like.environments.environment_workers import EnvironmentWorker, EnvironmentWorkers
 from nemo_like.environments.reward_worker import RewardEnvironment, RewardWorker
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.hf_worker import HFGenerationWorker
@@ -29,7 +30,8 @@ from nemo_like.generation.requests import GenerationStart, SamplingParams
 from nemo_like.metrics import metric_values
 from nemo_like.rollout.answers import answer_metrics
 from nemo_like.rollout.collector import RolloutCollector
-from nemo_like.rollout.conversations import ConversationDriver, ConversationRow, Prompt, turn_seed
+from nemo_like.rollout.conversations import ConversationRow, Prompt
+from nemo_like.rollout.episodes import EpisodeDriver
 from nemo_like.rollout.rows import Rollout, build_rollout, rollout_metrics, row_seeds
 
 CONTEXT = local_context(num_threads=1)
@@ -51,23 +53,21 @@ def generator(model_directory: Path) -> Generator:
     return Generator(lambda index: LocalGroup(HFGenerationWorker, kwargs, CONTEXT))
 
 
-def _environment(name: str, **options: Any) -> EnvironmentWorkers:
+def _environment(
+    name: str, *, group: type[LocalGroup] = LocalGroup, max_turns: int = 9, **settings: Any
+) -> AgentWorkers:
     path = f"tests.environments.user_environments.{name}"
-    kwargs = {"config": EnvironmentConfig(path=path, options=options)}
-    return EnvironmentWorkers(lambda index: LocalGroup(EnvironmentWorker, kwargs, CONTEXT), 1)
+    config = EnvironmentConfig(path=path, max_turns=max_turns, **settings)
+    kwargs = {"config": config}
+    return AgentWorkers(lambda index: group(EnvironmentWorker, kwargs, CONTEXT), 1, max_restarts=1)
 
 
 def _collector(
-    generator: Generator,
-    workers: EnvironmentWorkers,
-    rewards: RewardEnvironment | None = None,
-    *,
-    max_turns: int = 9,
-    timeout_s: float | None = 60.0,
+    generator: Generator, workers: AgentWorkers, rewards: RewardEnvironment | None = None
 ) -> RolloutCollector:
     encoder = ChatEncoder(build_tokenizer())
-    config = EnvironmentConfig(max_turns=max_turns, timeout_s=timeout_s)
-    driver = ConversationDriver(workers, ObservationEncoder(encoder), config)
+    workers.set_encoder(encoder)
+    driver = EpisodeDriver(workers, generator, EnvironmentConfig(), RewardConfig())
     return RolloutCollector(generator, rewards, encoder.tokenizer, driver)
 
 
@@ -154,7 +154,10 @@ def test_rewards_of_turns_and_of_functions_add_up(generator: Generator) -> None:
     workers.shutdown()
     components = rollout.components
     assert components["environment_turns"].tolist() == [2, 4]
-    lengths = [sum(conversation.state["lengths"]) for conversation in rollout.conversations]
+    lengths = []
+    for conversation in rollout.conversations:
+        turns = [each for each in conversation.messages if each["role"] == "assistant"]
+        lengths.append(sum(len(each["content"]) for each in turns))
     assert components["environment_characters"].tolist() == lengths
     expected = (
         components["environment_turns"]
@@ -182,8 +185,8 @@ def test_rewards_of_turns_and_of_functions_add_up(generator: Generator) -> None:
 def test_limits_end_a_conversation(
     generator: Generator, max_turns: int, max_tokens: int, reason: str
 ) -> None:
-    workers = _environment("Scripted")
-    collector = _collector(generator, workers, max_turns=max_turns)
+    workers = _environment("Scripted", max_turns=max_turns)
+    collector = _collector(generator, workers)
     rollout = _rollout(collector, _prompts(_scripted([9, 9, 1])), max_tokens=max_tokens)
     workers.shutdown()
     assert [each.ended_by for each in rollout.conversations] == [reason, reason, "done"]
@@ -199,11 +202,11 @@ def test_limits_end_a_conversation(
 
 def test_conversations_that_a_token_limit_ends_are_truncated(generator: Generator) -> None:
     """The limit of the conversation ends the first one after a complete turn."""
-    workers = _environment("Scripted")
+    workers = _environment("Scripted", max_turns=4)
     prompts = _prompts(_scripted([9, 9, 1, 9, 1, 2]))
     # A turn that reaches no limit ends with its first digit.
     sampling = SamplingParams(max_new_tokens=3, stop_strings=tuple("0123456789"))
-    collector = _collector(generator, workers, max_turns=4)
+    collector = _collector(generator, workers)
     rollout = _rollout(collector, prompts, sampling=sampling, max_tokens=22)
     workers.shutdown()
     conversations = rollout.conversations
@@ -226,9 +229,9 @@ def test_conversations_that_a_token_limit_ends_are_truncated(generator: Generato
 
 
 def test_a_tool_that_hangs_ends_its_own_conversation(generator: Generator) -> None:
-    workers = _environment("Hanging", kind="async")
+    workers = _environment("Hanging", options={"kind": "async"}, timeout_s=0.1)
     rows = [{"prompt": "1+1", "do": "hang"}, {"prompt": "2+2", "do": "answer"}]
-    rollout = _rollout(_collector(generator, workers, timeout_s=0.1), _prompts(rows))
+    rollout = _rollout(_collector(generator, workers), _prompts(rows))
     workers.shutdown()
     assert [each.ended_by for each in rollout.conversations] == ["timeout", "done"]
     assert rollout.batch["reward"].tolist() == [0.0, 1.0]
@@ -297,6 +300,37 @@ def test_a_lost_replica_changes_no_conversation(
         assert [row.tolist() for row in found.batch[name]] == [
             row.tolist() for row in expected.batch[name]
         ]
+
+
+class _DyingEnvironment(LocalGroup):
+    """Its process dies once, when it is given the answers to the second turns."""
+
+    num_answers: ClassVar[list[int]] = []
+
+    def submit_one(self, rank: int, method: str, /, *args: Any, **kwargs: Any) -> Handle:
+        if method == "advance" and any(each.number == 1 for each in args[1]):
+            self.num_answers.append(len(args[1]))
+            if len(self.num_answers) == 1:
+                self.shutdown()
+                raise WorkerDied("it died", group="environment", rank=0, method=method)
+        return super().submit_one(rank, method, *args, **kwargs)
+
+
+def test_a_lost_process_of_the_environment_changes_no_conversation(generator: Generator) -> None:
+    _DyingEnvironment.num_answers = []
+    prompts = _prompts(_scripted([4, 3, 1]))
+    found = []
+    for group in (_DyingEnvironment, LocalGroup):
+        workers = _environment("Scripted", group=group)
+        found.append(_rollout(_collector(generator, workers), prompts, group_size=2))
+        workers.shutdown()
+    assert len(_DyingEnvironment.num_answers) > 1
+    lost, expected = found
+    for name in ("input_ids", "token_mask", "reward", "group"):
+        assert [row.tolist() for row in lost.batch[name]] == [
+            row.tolist() for row in expected.batch[name]
+        ]
+    assert generator.num_unfinished == 0
 
 
 def test_a_prompt_without_room_for_a_turn_is_refused(generator: Generator) -> None:

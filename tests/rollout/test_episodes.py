@@ -80,7 +80,7 @@ def collector_of(
     rewards = RewardConfig(max_error_share=0.9)
     episodes = EpisodeDriver(workers, generator, config, rewards)
     try:
-        yield RolloutCollector(generator, None, encoder.tokenizer, None, episodes)
+        yield RolloutCollector(generator, None, encoder.tokenizer, episodes)
     finally:
         workers.shutdown()
 
