@@ -55,6 +55,18 @@ async def is_async(task: Any) -> Any:
     return np.float32(len(task.row))
 
 
+_PREPARED: list[tuple[str, int]] = []
+
+
+def is_prepared(task: Any, *, name: str) -> dict[str, float]:
+    ((prepared, process),) = _PREPARED
+    assert prepared == name and process != os.getpid()
+    return {"process": float(process)}
+
+
+is_prepared.prepare = lambda name: _PREPARED.append((name, os.getpid()))
+
+
 def gives_nothing(task: Any) -> None:
     del task
 
