@@ -50,6 +50,25 @@ def uses_client(task: Any) -> int:
     return int(reply.choices[0].message.content == task.row["answer"])
 
 
+def converses(task: Any) -> float:
+    """Three turns with the client, streamed if the row has it."""
+    from openai import OpenAI
+
+    messages: list[Any] = [{"role": "user", "content": task.row["prompt"]}]
+    text = ""
+    with OpenAI() as client:
+        for _ in range(3):
+            reply: Any = client.chat.completions.create(
+                model="m", messages=messages, stream=task.row["stream"]
+            )
+            if task.row["stream"]:
+                text = "".join(chunk.choices[0].delta.content or "" for chunk in reply)
+            else:
+                text = reply.choices[0].message.content or ""
+            messages += [{"role": "assistant", "content": text}, messages[0]]
+    return float(len(text) % 7)
+
+
 async def is_async(task: Any) -> Any:
     await asyncio.sleep(0)
     return np.float32(len(task.row))
