@@ -83,7 +83,7 @@ def is_prepared(task: Any, *, name: str) -> dict[str, float]:
     return {"process": float(process)}
 
 
-is_prepared.prepare = lambda name: _PREPARED.append((name, os.getpid()))
+is_prepared.prepare = lambda name: _PREPARED.append((name, os.getpid()))  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def gives_nothing(task: Any) -> None:

@@ -100,7 +100,11 @@ def run_on_vllm(
         assert line["mismatch/logprob_diff_max"] < 1e-4
     batches = [rollout.batch for rollout in log.rollouts]
     assert_exact_rows(
-        [pair for each in batches for pair in zip(each["input_ids"], each["token_mask"])],
+        [
+            pair
+            for each in batches
+            for pair in zip(each["input_ids"], each["token_mask"], strict=True)
+        ],
         [(log.prompts[request], ids) for request, ids in log.samples.items()],
     )
     assert log.prompts.keys() == log.samples.keys()

@@ -1,4 +1,4 @@
-"""Unmodified programs with the embedded generator, and on Ray with vLLM: exact ids and log-probs."""
+"""Unmodified programs with the embedded generator and on Ray with vLLM: exact ids and log-probs."""
 
 from __future__ import annotations
 
@@ -115,5 +115,7 @@ def test_unmodified_programs_train_on_ray_with_vllm(
     assert {each["status"] for each in records} <= {"done", "limit_turns", "limit_tokens"}
     # Every program has called the model.
     batch = log.rollouts[0].batch
-    called = {int(group) for group, mask in zip(batch["group"], batch["token_mask"]) if mask.any()}
-    assert called == set(range(len(CASES)))
+    called = [
+        group for group, mask in zip(batch["group"], batch["token_mask"], strict=True) if mask.any()
+    ]
+    assert set(called) == set(range(len(CASES)))
