@@ -79,12 +79,19 @@ def main() -> None:
 
 
 def _imported(path: str, options: dict[str, Any]) -> Callable[[Any], Any]:
-    """Import `module.function`, and set keyword arguments. Raises TypeError if it has not these."""
+    """Import `module.function`, and set keyword arguments. Raises TypeError if it has not these.
+
+    The function may have an attribute `prepare`, a function of the same keyword arguments that is
+    called once: each episode would repeat an import that it makes itself.
+    """
     module_name, _, name = path.rpartition(".")
     program = getattr(importlib.import_module(module_name), name)
     if not callable(program):
         raise TypeError(f"{path} is a {type(program).__name__}, not a function")
     inspect.signature(program).bind(None, **options)
+    prepare = getattr(program, "prepare", None)
+    if prepare is not None:
+        prepare(**options)
     return functools.partial(program, **options)
 
 

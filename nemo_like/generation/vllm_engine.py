@@ -316,6 +316,9 @@ def device_options(config: VLLMGenerationConfig, *, is_cpu: bool) -> dict[str, A
     kv_cache_gib = config.kv_cache_gib
     if is_cpu:
         options["block_size"] = _CPU_BLOCK_TOKENS
+        # After a part of a prompt vLLM 0.32 takes back a draw with the request's seed, which
+        # generators of torch cannot do on CPU.
+        options["enable_chunked_prefill"] = False
         # Of latent attention; vLLM ignores it for other models. On processors with AMX it would
         # choose kernels that only compute in bfloat16.
         options["attention_config"] = {"backend": "CPU_MLA"}

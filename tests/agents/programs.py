@@ -50,9 +50,40 @@ def uses_client(task: Any) -> int:
     return int(reply.choices[0].message.content == task.row["answer"])
 
 
+def converses(task: Any) -> float:
+    """Three turns with the client, streamed if the row has it."""
+    from openai import OpenAI
+
+    messages: list[Any] = [{"role": "user", "content": task.row["prompt"]}]
+    text = ""
+    with OpenAI() as client:
+        for _ in range(3):
+            reply: Any = client.chat.completions.create(
+                model="m", messages=messages, stream=task.row["stream"]
+            )
+            if task.row["stream"]:
+                text = "".join(chunk.choices[0].delta.content or "" for chunk in reply)
+            else:
+                text = reply.choices[0].message.content or ""
+            messages += [{"role": "assistant", "content": text}, messages[0]]
+    return float(len(text) % 7)
+
+
 async def is_async(task: Any) -> Any:
     await asyncio.sleep(0)
     return np.float32(len(task.row))
+
+
+_PREPARED: list[tuple[str, int]] = []
+
+
+def is_prepared(task: Any, *, name: str) -> dict[str, float]:
+    ((prepared, process),) = _PREPARED
+    assert prepared == name and process != os.getpid()
+    return {"process": float(process)}
+
+
+is_prepared.prepare = lambda name: _PREPARED.append((name, os.getpid()))  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def gives_nothing(task: Any) -> None:

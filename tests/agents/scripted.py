@@ -122,14 +122,19 @@ class Conversation:
 def assert_exact(episode: Episode, log: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
     """Every sampled token is trained once, and every prompt and answer begins a row."""
     rows = episode.rows()
-    ids = [row.token_ids for row in rows]
-    for prompt, sampled in log:
-        both = np.concatenate([prompt, sampled])
-        assert any(np.array_equal(row[: len(both)], both) for row in ids)
-    assert sum(int(row.token_mask.sum()) for row in rows) == sum(len(each) for _, each in log)
-    trained = [row.token_ids[row.token_mask == 1] for row in rows]
-    tokens = np.concatenate([each for _, each in log])
-    assert np.array_equal(np.sort(np.concatenate(trained)), np.sort(tokens))
+    assert_exact_rows([(row.token_ids, row.token_mask) for row in rows], log)
     for row in rows:
         assert len(row.token_ids) == len(row.token_mask) == len(row.logprobs)
         assert row.token_ids.dtype == np.int32 and row.logprobs.dtype == np.float32
+
+
+def assert_exact_rows(
+    rows: Sequence[tuple[np.ndarray, np.ndarray]], log: Sequence[tuple[np.ndarray, np.ndarray]]
+) -> None:
+    """As `assert_exact`, for token ids and token masks of rows."""
+    for prompt, sampled in log:
+        both = np.concatenate([prompt, sampled])
+        assert any(np.array_equal(ids[: len(both)], both) for ids, _ in rows)
+    assert sum(int(mask.sum()) for _, mask in rows) == sum(len(each) for _, each in log)
+    trained = np.concatenate([ids[mask == 1] for ids, mask in rows])
+    assert np.array_equal(np.sort(trained), np.sort(np.concatenate([each for _, each in log])))

@@ -71,6 +71,15 @@ def test_a_function_has_options() -> None:
         Launcher(program("has_options", options={"scale": 1.0}))
 
 
+def test_a_function_is_prepared_once_before_its_episodes() -> None:
+    async def twice() -> list[Any]:
+        with contextlib.closing(Launcher(program("is_prepared", options={"name": "x"}))) as found:
+            return [await found.run(ROW, URL, KEY, seed=seed, timeout_s=60) for seed in (1, 2)]
+
+    first, second = asyncio.run(twice())
+    assert first.rewards is not None and first.rewards == second.rewards, first
+
+
 def test_programs_of_one_launcher_draw_the_numbers_of_their_seeds() -> None:
     async def draw() -> list[Any]:
         with contextlib.closing(Launcher(program("draws"))) as launcher:

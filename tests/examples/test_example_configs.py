@@ -102,7 +102,7 @@ def test_a_variant_loads_and_each_of_its_overrides_counts(variant: Variant) -> N
 
 def test_every_variant_is_there_once() -> None:
     names = [variant.run_name for variant in VARIANTS]
-    assert len(names) == 21
+    assert len(names) == 23
     assert len({*names, *EXAMPLES}) == len(names) + len(EXAMPLES)
 
 

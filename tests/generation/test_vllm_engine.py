@@ -83,6 +83,12 @@ def test_steps_are_scheduled_ahead_on_gpus_only() -> None:
     assert not device_options(config, is_cpu=True)["async_scheduling"]
 
 
+def test_no_prompt_is_computed_in_parts_on_cpu() -> None:
+    config = VLLMGenerationConfig()
+    assert device_options(config, is_cpu=True)["enable_chunked_prefill"] is False
+    assert "enable_chunked_prefill" not in device_options(config, is_cpu=False)
+
+
 def lose_a_child() -> None:
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
     child.start()

@@ -1,13 +1,15 @@
-"""Give the model of `demo_environments_sft` calls of tools: `python model.py <model> <out>`.
+"""The model of `demo_environments_sft` for calls of tools, and conversations for its training.
 
-Its calls are `<tool>12*7</tool>`, and the result is the next message. The names of the tools are
-new in its prompts: train it with `nemo-like sft` on rows with the column `tools` before GRPO.
+`python model.py <model> <conversations> <out>`. Its calls are `<tool>12*7</tool>`, and the result
+is the next message. The names of the tools are new at the beginning of its prompts.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
+from pathlib import Path
 
 from transformers import AutoTokenizer
 
@@ -37,10 +39,24 @@ RESPONSE_TEMPLATE = {
     },
 }
 
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "calculate",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
+    },
+}
+
 if __name__ == "__main__":
-    source, target = sys.argv[1:]
-    shutil.copytree(source, target, dirs_exist_ok=True)
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    model, conversations, target = map(Path, sys.argv[1:])
+    shutil.copytree(model, target / "model", dirs_exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.response_template = RESPONSE_TEMPLATE
-    tokenizer.save_pretrained(target)
+    tokenizer.save_pretrained(target / "model")
+    with (target / "sft_train.jsonl").open("w", encoding="utf-8") as file:
+        for line in conversations.open(encoding="utf-8"):
+            row = json.loads(line)
+            # The others are games.
+            if "*" in row["messages"][0]["content"]:
+                file.write(json.dumps({**row, "tools": [TOOL]}) + "\n")

