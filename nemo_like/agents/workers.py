@@ -98,11 +98,11 @@ class AgentWorkers(WorkerPool[_Worker]):
         return submit_one(worker.group, 0, AgentWorker.advance, starts, answers, max_seconds)
 
     def _restarted(self, worker: _Worker, failure: WorkerFailure) -> None:
+        if self._encoder is not None:
+            call_all(worker.group, AgentWorker.set_encoder, self._encoder)
         problem = error_text(failure)
         for episode in sorted(worker.episodes):
             self._lost.append(
                 EpisodeEnd(episode=episode, status=Status.FAILED_INFRA, problem=problem)
             )
         worker.starts, worker.answers = [], []
-        if self._encoder is not None:
-            call_all(worker.group, AgentWorker.set_encoder, self._encoder)
