@@ -9,20 +9,19 @@ distributed time, the same in every mode. The modes take turns in one process:
 * `episodes`: as in a run, each call is submitted when it arrives;
 * `no affinity`: the same, and a call goes to the replica with the fewest outstanding tokens.
 
-Columns: sampled tokens per second; share of the prompt tokens that came from the prefix cache, and
-the largest share that is possible; calls per second; CPU milliseconds per call of the worker with
-the endpoint and of the driver. The model has the size of the demo's, so that the times are those
-of the tools and of the calls rather than of decoding.
+Columns: number of episodes; mode; sampled tokens per second; share of the prompt tokens that came
+from the prefix cache, and the largest that is possible; calls per second; CPU milliseconds per call
+of the worker with the endpoint and of the driver; seconds; load of the machine. The model has the
+size of the demo's: the times are those of tools and calls rather than of decoding.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
-import statistics
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -135,7 +134,7 @@ def measure(
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--episodes", type=int, default=256)
+    parser.add_argument("--episodes", type=int, nargs="+", default=[256])
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--tool-s", type=float, default=8.0)
     parser.add_argument("--rounds", type=int, default=2)
@@ -154,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     vllm = {
         "start": GenerationStart(model_name=str(args.folder)),
         "max_total_length": _MAX_LENGTH,
-        "config": VLLMGenerationConfig(kv_cache_gib=1.0, max_num_seqs=args.episodes),
+        "config": VLLMGenerationConfig(kv_cache_gib=1.0, max_num_seqs=max(args.episodes)),
     }
     with ExitStack() as closing:
         config = ClusterConfig(workers_per_node=1, cpus_per_worker=0.5)
@@ -178,20 +177,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         collector = RolloutCollector(generator, None, encoder.tokenizer, None, driver)
         pid = agents.locations[0].pid
         measure(collector, driver, pid, prompts_of(encoder, 8, -1), args.turns)
-        rates: dict[str, list[float]] = defaultdict(list)
-        print(
-            "| mode | tokens/s | cached | possible | calls/s | worker ms | driver ms | s | load |"
-        )
-        print("|---|---|---|---|---|---|---|---|---|")
-        for number in range(args.rounds):
+        print("| episodes | mode | tokens/s | cached | possible | calls/s", end="")
+        print(" | worker ms | driver ms | s | load |")
+        for num, number in itertools.product(args.episodes, range(args.rounds)):
+            rates = {}
             for mode in _MODES:
                 generator.mode = driver.mode = mode
-                prompts = prompts_of(encoder, args.episodes, number)
+                prompts = prompts_of(encoder, num, number)
                 found = measure(collector, driver, pid, prompts, args.turns)
-                rates[mode].append(found[0])
-                print(f"| {mode} | {' | '.join(f'{each:.3g}' for each in found)} |", flush=True)
-        ratio = statistics.median(rates["episodes"]) / statistics.median(rates["lockstep"])
-        print(f"episodes / lockstep: {ratio:.2f}")
+                rates[mode] = found[0]
+                line = " | ".join(f"{each:.3g}" for each in found)
+                print(f"| {num} | {mode} | {line} |", flush=True)
+            print(f"episodes / lockstep: {rates['episodes'] / rates['lockstep']:.2f}", flush=True)
 
 
 if __name__ == "__main__":

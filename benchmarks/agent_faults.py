@@ -1,11 +1,12 @@
 """A GRPO run of programs with faults of many kinds at random times, beside an undisturbed one.
 
-    python -m benchmarks.agent_faults --folder DIR --steps 24
+    python -m benchmarks.agent_faults --folder DIR --steps 12
 
-Both runs train the model of the demo on a Ray cluster of their own, asynchronously, with weight
-updates during calls and an `HTTP_PROXY` that reaches nothing. A share of all attempts at an episode
-has a fault, drawn from the random stream of the attempt; see `tests.agents.faulty_programs`.
-Processes of generation replicas and of programs are killed at random times. Checked are: all steps
+Both runs train the model of the demo, with an `HTTP_PROXY` that reaches nothing. A share of all
+attempts at an episode has a fault, drawn from the random stream of the attempt; see
+`tests.agents.faulty_programs`. The processes of the generator and of the programs are killed at
+random times; weights are updated during calls. With `--backend local` these two are simulated in
+one process, and updates are between rollouts. Checked are: all steps
 end; every attempt is counted once at every step; mean reward and mean length of the trained
 episodes are those of the undisturbed run within two standard errors; no process, open port or
 folder of a program is left; no key is in a log or a record. The exit code is 0 if all of it held.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import re
@@ -24,11 +26,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,12 @@ from nemo_like.agents.statuses import attempt_seed
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.registry import load_config
 from nemo_like.demo.task import build_demo
+from nemo_like.distributed.errors import WorkerDied
+from nemo_like.distributed.local_group import LocalGroup
+from nemo_like.distributed.worker_group import Handle
 from nemo_like.rollout.conversations import ConversationRow
 from nemo_like.rollout.episodes import EpisodeDriver
+from nemo_like.training import groups
 from tests.agents.faulty_programs import drawn_fault
 
 MARK = "NEMO_LIKE_AGENT_FAULTS"
@@ -56,7 +60,7 @@ environment:
   kind: program
   path: tests.agents.faulty_programs.misbehaves_at_random
   options: {{folder: "{folder}", share: {share}}}
-  timeout_s: 20
+  timeout_s: 15
   retries: 4
   # A program that hangs is not slower because of its replies.
   on_limit: drop
@@ -75,43 +79,62 @@ grpo:
   num_generations_per_prompt: 4
   val_period: 0
   val_at_start: false
-  max_staleness: 1
-  weight_update: in_flight
 data: {{train_path: {demo}/grpo_train.jsonl}}
 reward: {{max_error_share: 0.5}}
 checkpointing: {{enabled: false}}
 cluster:
-  backend: ray
+  backend: {backend}
   cpus_per_worker: 0.5
   max_restarts: 100
   env: {{HTTP_PROXY: "{proxy}", http_proxy: "{proxy}", ALL_PROXY: "{proxy}"}}
 logger: {{num_samples_shown: 0}}
 """
+_ASYNCHRONOUS = ("grpo.max_staleness=1", "grpo.weight_update=in_flight")
 
 
-class Ends:
-    """Writes what became of each attempt: its first random number, status, and time."""
+def write_ends(path: Path) -> None:
+    """Write what becomes of each attempt: its first random number, status and time."""
+    original = EpisodeDriver._end
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def end(driver: EpisodeDriver, event: EpisodeEnd) -> ConversationRow | None:
+        attempt = driver._attempts[event.episode]
+        first = random.Random(attempt_seed(attempt.row.seed, attempt.number)).random()
+        row = original(driver, event)
+        write(path, [first, event.status.value, time.time()])
+        return row
 
-    def __enter__(self) -> None:
-        self._original = original = EpisodeDriver._end
-        path = self._path
+    EpisodeDriver._end = end
 
-        def end(driver: EpisodeDriver, event: EpisodeEnd) -> ConversationRow | None:
-            attempt = driver._attempts[event.episode]
-            seed = attempt_seed(attempt.row.seed, attempt.number)
-            row = original(driver, event)
-            found = [random.Random(seed).random(), event.status.value, time.time(), event.problem]
-            with path.open("a") as file:
-                file.write(json.dumps(found) + "\n")
-            return row
 
-        EpisodeDriver._end = end
+def lossy_group(folder: Path, num_losses: int) -> type[LocalGroup]:
+    """Return a local group whose worker is lost at random times, as one that is killed on Ray."""
+    rng = random.Random(0)
+    kinds = ["generation", "environment"] * num_losses
+    times = {"due": time.monotonic()}
 
-    def __exit__(self, *_: object) -> None:
-        EpisodeDriver._end = self._original
+    class LossyGroup(LocalGroup):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            lost = times.pop(self.name, None)
+            if lost is not None:
+                write(folder / "kills", [self.name, time.monotonic() - lost])
+                times["due"] = time.monotonic() + rng.uniform(1, 6)
+
+        def submit_all(self, method: str, /, *args: Any, **kwargs: Any) -> list[Handle]:
+            is_due = time.monotonic() > times.get("due", math.inf)
+            if method in ("poll", "advance") and is_due and kinds[:1] == [self.name]:
+                times[kinds.pop(0)] = time.monotonic()
+                del times["due"]
+                self.shutdown()
+                raise WorkerDied("it was killed", group=self.name, rank=0, method=method)
+            return super().submit_all(method, *args, **kwargs)
+
+    return LossyGroup
+
+
+def write(path: Path, value: Any) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(value) + "\n")
 
 
 def processes(mark: str) -> list[str]:
@@ -124,29 +147,28 @@ def processes(mark: str) -> list[str]:
     return [each for each in found if each]
 
 
-def kill_workers(
-    folder: Path, process: subprocess.Popen[bytes], num_kills: int, kills: list[Any]
-) -> None:
-    """Kill the process of the generator and that of the programs in turn; add times to `kills`.
+def kill_workers(folder: Path, process: subprocess.Popen[bytes], num_kills: int) -> None:
+    """Kill the processes of generator and programs in turn, until `process` ends.
 
-    The next one is killed some time after the one before was started again.
+    The next one is killed some time after the one before was started again. Writes kind and
+    seconds until then.
     """
     rng = random.Random(0)
-    log, done = folder / "run" / "logs" / "driver.log", folder / "run" / "metrics.jsonl"
+    log, metrics = folder / "run" / "logs" / "driver.log", folder / "run" / "metrics.jsonl"
     kinds = ["generation", "environment"] * num_kills
     while kinds and process.poll() is None:
         time.sleep(0.2)
-        if not lines_of(done):
+        if not lines_of(metrics):
             continue
         time.sleep(rng.uniform(1, 6))
         kind = kinds.pop(0)
         pid = dict(_LOCATION.findall(log.read_text()))[kind]
         with suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
-            kills.append([kind, time.time(), np.nan])
+        start = time.monotonic()
         while dict(_LOCATION.findall(log.read_text()))[kind] == pid and process.poll() is None:
             time.sleep(0.2)
-        kills[-1][2] = time.time() - kills[-1][1]
+        write(folder / "kills", [kind, time.monotonic() - start])
 
 
 def lines_of(path: Path) -> list[Any]:
@@ -188,27 +210,26 @@ def left_over(folder: Path, temporary: Path, mark: str) -> list[str]:
     return problems
 
 
-def run(folder: Path, *, steps: int, share: float, kills: int) -> tuple[list[Any], list[str]]:
-    """Run with faults; return the kills of workers and what is wrong."""
+def run(folder: Path, backend: str, *, steps: int, share: float, kills: int) -> list[str]:
+    """Run with faults; return what is wrong."""
     folder.mkdir(parents=True)
     # Its path must be short: Ray makes sockets in it.
     temporary = Path(tempfile.mkdtemp(dir="/tmp", prefix="n"))
     build_demo(folder / "demo", 0)
-    values = {"folder": folder, "demo": folder / "demo", "steps": steps, "share": share}
-    (folder / "config.yaml").write_text(_CONFIG.format(**values, proxy=_PROXY))
+    values: dict[str, Any] = {"backend": backend, "proxy": _PROXY}
+    values |= {"folder": folder, "demo": folder / "demo", "steps": steps, "share": share}
+    (folder / "config.yaml").write_text(_CONFIG.format(**values))
     names = {"TMPDIR": str(temporary), "RAY_TMPDIR": str(temporary), MARK: str(folder)}
     command = [sys.executable, "-m", "benchmarks.agent_faults", "--train", str(folder)]
-    found: list[Any] = []
+    command += ["--backend", backend, "--kills", str(kills)]
     start = time.monotonic()
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | names
         )
-        arguments = (folder, process, kills, found)
-        killer = threading.Thread(target=kill_workers, args=arguments)
-        killer.start()
+        if backend == "ray":
+            kill_workers(folder, process, kills)
         code = process.wait()
-        killer.join()
     problems = left_over(folder, temporary, str(folder))
     shutil.rmtree(temporary)
     metrics = lines_of(folder / "run" / "metrics.jsonl")
@@ -220,21 +241,21 @@ def run(folder: Path, *, steps: int, share: float, kills: int) -> tuple[list[Any
             problems.append(f"step {line['step']} does not count every attempt once")
     total = {name: sum(line[f"episodes/{name}"] for line in metrics) for name in counts}
     print(f"{folder.name}: {len(metrics)} steps in {time.monotonic() - start:.0f} s, {total}")
-    return found, problems
+    return problems
 
 
-def report(folder: Path, kills: Sequence[Any]) -> int:
+def report(folder: Path) -> int:
     """Print the table by kind; return the number of faults."""
     ends = {number: rest for number, *rest in lines_of(folder / "ends")}
     share = load_config(GrpoRunConfig, folder / "config.yaml", []).environment.options["share"]
     statuses: dict[str, Counter[str]] = defaultdict(Counter)
     seconds: dict[str, list[float]] = defaultdict(list)
     for number, time_s in lines_of(folder / "faults"):
-        status, end_s, _ = ends.get(number, ("lost with its process", time_s, ""))
+        status, end_s = ends[number]
         kind = drawn_fault(number, share)
         statuses[kind][status] += 1
         seconds[kind].append(end_s - time_s)
-    for kind, _, recovered_s in kills:
+    for kind, recovered_s in lines_of(folder / "kills"):
         statuses[f"process of {kind}"]["started again"] += 1
         seconds[f"process of {kind}"].append(recovered_s)
     print("\n| fault | count | status of the attempt | s until its end, median | max |")
@@ -266,24 +287,24 @@ def compare(faulty: Path, undisturbed: Path) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--share", type=float, default=0.25)
-    parser.add_argument("--kills", type=int, default=6, help="of each kind of process")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--share", type=float, default=0.5)
+    parser.add_argument("--kills", type=int, default=3, help="of each kind of process")
+    parser.add_argument("--backend", choices=("ray", "local"), default="ray")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.train is not None:
-        with Ends(arguments.train / "ends"):
-            return cli.main(["grpo", "--config", str(arguments.train / "config.yaml")])
-    folder = arguments.folder.resolve()
-    steps = arguments.steps
-    with ThreadPoolExecutor() as pool:
-        # At the same time, so that both have the same load of the machine.
-        undisturbed = pool.submit(run, folder / "u", steps=steps, share=0.0, kills=0)
-        options = {"share": arguments.share, "kills": arguments.kills}
-        kills, problems = pool.submit(run, folder / "f", steps=steps, **options).result()
-        problems += undisturbed.result()[1]
-    num_faults = report(folder / "f", kills)
-    problems += compare(folder / "f", folder / "u")
+        write_ends(arguments.train / "ends")
+        groups.LocalGroup = lossy_group(arguments.train, arguments.kills)
+        options = _ASYNCHRONOUS if arguments.backend == "ray" else ()
+        return cli.main(["grpo", "--config", str(arguments.train / "config.yaml"), *options])
+    problems: list[str] = []
+    faulty, undisturbed = arguments.folder.resolve() / "f", arguments.folder.resolve() / "u"
+    runs = ((faulty, arguments.share, arguments.kills), (undisturbed, 0.0, 0))
+    for folder, share, kills in runs:
+        problems += run(folder, arguments.backend, steps=arguments.steps, share=share, kills=kills)
+    num_faults = report(faulty)
+    problems += compare(faulty, undisturbed)
     print(f"{num_faults} faults, {len(problems)} problems")
     for problem in problems:
         print(f"problem: {problem}")

@@ -12,9 +12,8 @@ program may be left. The exit code is 0 if all of it held.
 from __future__ import annotations
 
 import argparse
-import os
+import multiprocessing
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.agent_faults import MARK, lines_of, processes
+from nemo_like import cli
 from nemo_like.demo.task import build_demo
+from tests.forked import Forked
 
 _CLOCKS = ("timing/", "performance/", "policy/rank_time", "policy/peak_memory", "weight_sync/")
 _CLOCKS += ("unix_time_s", "episodes/seconds")
@@ -55,16 +56,11 @@ logger: {{num_samples_shown: 0}}
 """
 
 
-def start(folder: Path, name: str, temporary: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "nemo_like", "grpo", "--config", str(folder / "config.yaml")]
-    names = {"TMPDIR": str(temporary), MARK: str(folder), "OMP_NUM_THREADS": "1"}
-    with (folder / f"{name}.output").open("ab") as output:
-        return subprocess.Popen(
-            [*command, f"run_name={name}", "resume=true"],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=os.environ | names,
-        )
+def start(folder: Path, name: str, temporary: Path) -> Forked:
+    arguments = ["grpo", "--config", str(folder / "config.yaml"), f"run_name={name}", "resume=true"]
+    output = Path(tempfile.mkdtemp(dir=folder, prefix=f"{name}_"))
+    variables = {"TMPDIR": str(temporary), MARK: str(folder)}
+    return Forked(cli.main, arguments, folder=output, variables=variables)
 
 
 def num_started(folder: Path) -> int:
@@ -116,28 +112,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     folder = arguments.folder.resolve()
     folder.mkdir(parents=True)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.preload"])
     build_demo(folder / "demo", 0)
     (folder / "config.yaml").write_text(_CONFIG.format(folder=folder, steps=arguments.steps))
     problems: list[str] = []
     rng = random.Random(0)
     kills: list[Any] = []
     with tempfile.TemporaryDirectory() as temporary:
-        straight = start(folder, "straight", Path(temporary))
-        if straight.wait() != 0:
+        if start(folder, "straight", Path(temporary)).wait(3600) != 0:
             problems.append("the run that was not killed failed")
         code = None
         while code is None:
             before = num_started(folder)
-            process = start(folder, "killed", Path(temporary))
-            while process.poll() is None and num_started(folder) == before:
-                time.sleep(0.05)
+            process = start(folder, "killed", Path(temporary)).process
+            while process.is_alive() and num_started(folder) == before:
+                time.sleep(0.02)
             delay_s = rng.uniform(0, arguments.max_delay_s)
-            limit_s = None if len(kills) == arguments.kills else delay_s
-            try:
-                code = process.wait(limit_s)
-            except subprocess.TimeoutExpired:
+            process.join(delay_s if len(kills) < arguments.kills else None)
+            code = process.exitcode
+            if code is None:
                 process.kill()
-                process.wait()
+                process.join()
                 num_lines = len(lines_of(folder / "killed" / "metrics.jsonl"))
                 kills.append((round(delay_s, 2), num_lines))
                 problems += left_over(folder, Path(temporary))
