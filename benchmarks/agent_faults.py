@@ -29,6 +29,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -60,18 +61,18 @@ environment:
   kind: program
   path: tests.agents.faulty_programs.misbehaves_at_random
   options: {{folder: "{folder}", share: {share}}}
-  timeout_s: 15
+  timeout_s: 10
   retries: 4
   # A program that hangs is not slower because of its replies.
   on_limit: drop
 policy:
   model_name: {demo}/model
   train_global_batch_size: 32
-  max_total_sequence_length: 256
+  max_total_sequence_length: 128
   sequence_packing: {{enabled: true, train_mb_tokens: 2048, logprob_mb_tokens: 2048}}
   # So small that both runs sample from nearly the same policy.
   optimizer: {{lr: 1.0e-5}}
-  generation: {{max_new_tokens: 48}}
+  generation: {{max_new_tokens: 12}}
   parity_check: false
 grpo:
   max_num_steps: {steps}
@@ -110,7 +111,7 @@ def lossy_group(folder: Path, num_losses: int) -> type[LocalGroup]:
     """Return a local group whose worker is lost at random times, as one that is killed on Ray."""
     rng = random.Random(0)
     kinds = ["generation", "environment"] * num_losses
-    times = {"due": time.monotonic()}
+    times = {"due": time.monotonic() + 20}
 
     class LossyGroup(LocalGroup):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -118,7 +119,7 @@ def lossy_group(folder: Path, num_losses: int) -> type[LocalGroup]:
             lost = times.pop(self.name, None)
             if lost is not None:
                 write(folder / "kills", [self.name, time.monotonic() - lost])
-                times["due"] = time.monotonic() + rng.uniform(1, 6)
+                times["due"] = time.monotonic() + rng.uniform(10, 40)
 
         def submit_all(self, method: str, /, *args: Any, **kwargs: Any) -> list[Handle]:
             is_due = time.monotonic() > times.get("due", math.inf)
@@ -210,8 +211,9 @@ def left_over(folder: Path, temporary: Path, mark: str) -> list[str]:
     return problems
 
 
-def run(folder: Path, backend: str, *, steps: int, share: float, kills: int) -> list[str]:
+def run(folder: Path, arguments: argparse.Namespace, share: float, kills: int) -> list[str]:
     """Run with faults; return what is wrong."""
+    backend, steps = arguments.backend, arguments.steps
     folder.mkdir(parents=True)
     # Its path must be short: Ray makes sockets in it.
     temporary = Path(tempfile.mkdtemp(dir="/tmp", prefix="n"))
@@ -301,8 +303,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     problems: list[str] = []
     faulty, undisturbed = arguments.folder.resolve() / "f", arguments.folder.resolve() / "u"
     runs = ((faulty, arguments.share, arguments.kills), (undisturbed, 0.0, 0))
-    for folder, share, kills in runs:
-        problems += run(folder, arguments.backend, steps=arguments.steps, share=share, kills=kills)
+    with ThreadPoolExecutor() as pool:
+        # At the same time, so that both have the same load of the machine.
+        for found in pool.map(lambda each: run(each[0], arguments, *each[1:]), runs):
+            problems += found
     num_faults = report(faulty)
     problems += compare(faulty, undisturbed)
     print(f"{num_faults} faults, {len(problems)} problems")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import random
 import sys
 import tempfile
@@ -24,7 +25,6 @@ from typing import Any
 from benchmarks.agent_faults import MARK, lines_of, processes
 from nemo_like import cli
 from nemo_like.demo.task import build_demo
-from tests.forked import Forked
 
 _CLOCKS = ("timing/", "performance/", "policy/rank_time", "policy/peak_memory", "weight_sync/")
 _CLOCKS += ("unix_time_s", "episodes/seconds")
@@ -37,15 +37,15 @@ environment:
   options: {{folder: "{folder}", share: 0.0}}
 policy:
   model_name: {folder}/demo/model
-  train_global_batch_size: 16
-  max_total_sequence_length: 256
+  train_global_batch_size: 8
+  max_total_sequence_length: 96
   sequence_packing: {{enabled: true, train_mb_tokens: 2048, logprob_mb_tokens: 2048}}
   optimizer: {{lr: 1.0e-3}}
-  generation: {{max_new_tokens: 16, hf: {{batch_size: 1}}}}
+  generation: {{max_new_tokens: 8, hf: {{batch_size: 1}}}}
   parity_check: false
 grpo:
   max_num_steps: {steps}
-  num_prompts_per_step: 4
+  num_prompts_per_step: 2
   num_generations_per_prompt: 4
   val_period: 0
   val_at_start: false
@@ -56,11 +56,24 @@ logger: {{num_samples_shown: 0}}
 """
 
 
-def start(folder: Path, name: str, temporary: Path) -> Forked:
+def train(folder: Path, name: str, temporary: Path) -> None:
+    """Run in a forked process, and exit with the code of the command."""
+    with (folder / f"{name}.output").open("a") as output:
+        for number in (1, 2):
+            os.dup2(output.fileno(), number)
+    os.environ.update({"TMPDIR": str(temporary), MARK: str(folder)})
+    tempfile.tempdir = None
     arguments = ["grpo", "--config", str(folder / "config.yaml"), f"run_name={name}", "resume=true"]
-    output = Path(tempfile.mkdtemp(dir=folder, prefix=f"{name}_"))
-    variables = {"TMPDIR": str(temporary), MARK: str(folder)}
-    return Forked(cli.main, arguments, folder=output, variables=variables)
+    sys.exit(cli.main(arguments))
+
+
+def start(folder: Path, name: str, temporary: Path) -> multiprocessing.Process:
+    """Start a run without the imports of a new interpreter."""
+    process: Any = multiprocessing.get_context("fork").Process(
+        target=train, args=(folder, name, temporary), daemon=False
+    )
+    process.start()
+    return process
 
 
 def num_started(folder: Path) -> int:
@@ -107,24 +120,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--max-delay-s", type=float, default=4.0)
     arguments = parser.parse_args(argv)
     folder = arguments.folder.resolve()
     folder.mkdir(parents=True)
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.preload"])
     build_demo(folder / "demo", 0)
     (folder / "config.yaml").write_text(_CONFIG.format(folder=folder, steps=arguments.steps))
     problems: list[str] = []
     rng = random.Random(0)
     kills: list[Any] = []
     with tempfile.TemporaryDirectory() as temporary:
-        if start(folder, "straight", Path(temporary)).wait(3600) != 0:
+        straight = start(folder, "straight", Path(temporary))
+        straight.join()
+        if straight.exitcode != 0:
             problems.append("the run that was not killed failed")
         code = None
         while code is None:
             before = num_started(folder)
-            process = start(folder, "killed", Path(temporary)).process
+            process = start(folder, "killed", Path(temporary))
             while process.is_alive() and num_started(folder) == before:
                 time.sleep(0.02)
             delay_s = rng.uniform(0, arguments.max_delay_s)

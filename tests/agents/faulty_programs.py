@@ -93,7 +93,7 @@ def misbehaves_at_random(task: Any, *, folder: str, share: float) -> Any:
     """
     number = random.random()
     fault = drawn_fault(number, share)
-    num_calls = random.randint(1, 3)
+    num_calls = random.randint(1, 2)
     position = random.randrange(num_calls)
     with Path(folder, "keys").open("a") as file:
         file.write(f"{task.base_url} {task.api_key}\n")
