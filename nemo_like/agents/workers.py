@@ -114,14 +114,14 @@ class AgentWorkers(WorkerPool[_Worker]):
         return submit_one(worker.group, 0, EpisodeWorker.advance, starts, answers, max_seconds)
 
     def _restarted(self, worker: _Worker, failure: WorkerFailure) -> None:
+        if self._encoder is not None:
+            call_all(worker.group, EpisodeWorker.set_encoder, self._encoder)
         problem = error_text(failure)
         for episode in sorted(worker.episodes):
             self._lost.append(
                 EpisodeEnd(episode=episode, status=Status.FAILED_INFRA, problem=problem)
             )
         worker.starts, worker.answers, worker.blocked = [], [], set()
-        if self._encoder is not None:
-            call_all(worker.group, EpisodeWorker.set_encoder, self._encoder)
 
     def _report_failure(self, failure: EnvironmentFailure) -> None:
         # Example: `step raised KeyError`.

@@ -21,6 +21,7 @@ import json
 import os
 import random
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -113,7 +114,9 @@ def _supervise(
         os.close(write)
         result = _watch(request, connection, pid, read)
         linux.end_descendants()
-        _send(connection, result)
+        if not _send(connection, result):
+            # The launcher, which removes the folder otherwise, was killed.
+            shutil.rmtree(request["environment"]["TMPDIR"], ignore_errors=True)
     finally:
         os._exit(0)
 
@@ -205,6 +208,10 @@ def _call(environment: dict[str, str], program: Callable[[Any], Any]) -> None:
         json.dump(result, file, default=lambda value: value.item())
 
 
-def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):
+def _send(connection: socket.socket, message: dict[str, Any]) -> bool:
+    """Send a message; return False if its receiver has ended."""
+    try:
         connection.sendall(json.dumps(message).encode())
+    except OSError:
+        return False
+    return True

@@ -107,8 +107,18 @@ class WorkerPool(Generic[PooledWorkerT]):
         try:
             yield
         except (WorkerDied, WorkerHung) as failure:
-            name = f"worker {worker.index} of {self._name}"
+            self._restart(worker, failure)
+
+    def _restart(self, worker: PooledWorkerT, failure: WorkerFailure) -> None:
+        """Start another process for a worker, and yet another if that one ends as it starts."""
+        name = f"worker {worker.index} of {self._name}"
+        while True:
             self._restarts.add(name, failure, group=failure.group)
-            worker.group = self._start_worker(worker.index)
             worker.call = None
-            self._restarted(worker, failure)
+            try:
+                worker.group = self._start_worker(worker.index)
+                self._restarted(worker, failure)
+            except (WorkerDied, WorkerHung) as again:
+                failure = again
+            else:
+                return

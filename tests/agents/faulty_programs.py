@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-FAULTS = (
-    *("none", "crash", "flood", "fork", "port", "late", "wrong_key", "repeat", "zygote"),
-    "supervisor",
-)
+FAILURES = ("crash", "killed", "no_number", "flood", "zygote", "supervisor")
+"""Faults after which an attempt has failed."""
+FAULTS = ("none", *FAILURES, "fork", "port", "late", "wrong_key", "repeat", "leave")
+RANDOM_FAULTS = (*FAULTS[1:], "abuse", "hang")
+"""The faults of `misbehaves_at_random`."""
 
 
 def request(url: str, key: str, body: Any, **headers: str) -> tuple[int, bytes]:
@@ -33,7 +38,15 @@ def request(url: str, key: str, body: Any, **headers: str) -> tuple[int, bytes]:
         return error.code, error.read()
 
 
-def misbehaves(task: Any) -> float:
+def _sent(url: str, key: str, body: bytes) -> http.client.HTTPConnection:
+    """A connection on which a request was sent."""
+    parts = urllib.parse.urlsplit(url)
+    connection = http.client.HTTPConnection(parts.netloc, timeout=60)
+    connection.request("POST", parts.path, body, {"Authorization": f"Bearer {key}"})
+    return connection
+
+
+def misbehaves(task: Any) -> Any:
     """The reward is 1 for every program that returns."""
     folder, fault = Path(task.row["folder"]), task.row["do"]
     with (folder / "keys").open("a") as file:
@@ -47,10 +60,10 @@ def misbehaves(task: Any) -> float:
     is_first = not (folder / f"tried_{fault}").exists()
     (folder / f"tried_{fault}").touch()
     # A second attempt at a program of the first group behaves.
-    if fault in ("crash", "flood", "zygote", "supervisor") and not is_first:
+    if fault in FAILURES and not is_first:
         return 1.0
     _misbehave(fault, task, url, key, body, answer)
-    return 1.0
+    return "no number" if fault == "no_number" else 1.0
 
 
 def counts_digits(task: Any) -> float:
@@ -68,12 +81,53 @@ def counts_digits(task: Any) -> float:
     return float(sum(character.isdigit() for character in text))
 
 
+def drawn_fault(number: float, share: float) -> str:
+    """The fault of an attempt whose first random number is `number`; empty for none."""
+    return RANDOM_FAULTS[int(number / share * len(RANDOM_FAULTS))] if number < share else ""
+
+
+def misbehaves_at_random(task: Any, *, folder: str, share: float) -> Any:
+    """Calls with pauses, of which a share of the attempts has a fault after one of them.
+
+    The reward is the share of digits.
+    """
+    number = random.random()
+    fault = drawn_fault(number, share)
+    num_calls = random.randint(1, 2)
+    position = random.randrange(num_calls)
+    with Path(folder, "keys").open("a") as file:
+        file.write(f"{task.base_url} {task.api_key}\n")
+    print(task.base_url, task.api_key, flush=True)
+    url, key = f"{task.base_url}/chat/completions", task.api_key
+    messages = [{"role": "user", "content": task.row["prompt"]}]
+    text = ""
+    for turn in range(num_calls):
+        body = {"model": "m", "messages": messages}
+        status, answer = request(url, key, body)
+        assert status == 200, answer
+        if fault and turn == position:
+            with Path(folder, "faults").open("a") as file:
+                file.write(json.dumps([number, time.time()]) + "\n")
+            own = SimpleNamespace(row={"folder": folder}, base_url=task.base_url, api_key=key)
+            _misbehave(fault, own, url, key, body, answer)
+        reply = json.loads(answer)["choices"][0]["message"]["content"]
+        messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "1+1"}]
+        text += reply
+        time.sleep(random.expovariate(4))
+    with Path(folder, "ended").open("a") as file:
+        file.write(f"{task.base_url} {task.api_key} {time.time()}\n")
+    reward = sum(character.isdigit() for character in text) / max(len(text), 1)
+    return "no number" if fault == "no_number" else reward
+
+
 def _misbehave(fault: str, task: Any, url: str, key: str, body: Any, answer: bytes) -> None:
     folder, marker = Path(task.row["folder"]), str(task.row["folder"])
     sleeper = [sys.executable, "-c", "import time; time.sleep(600)", marker]
     if fault == "hang":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         subprocess.run(sleeper, check=False)
+    elif fault == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
     elif fault == "crash":
         raise ValueError(f"{url} {key}")
     elif fault == "flood":
@@ -89,10 +143,13 @@ def _misbehave(fault: str, task: Any, url: str, key: str, body: Any, answer: byt
             os.setsid()
             time.sleep(600)
     elif fault == "late":
-        # The calls of ended episodes, and of none.
-        for line in (folder / "ended").read_text().splitlines():
-            base, ended = line.split()
-            status, _ = request(f"{base}/chat/completions", ended, body)
+        # The keys of episodes that ended some time ago.
+        ended = folder / "ended"
+        for line in ended.read_text().splitlines()[:2] if ended.exists() else ():
+            _, other, *times = line.split()
+            if times and time.time() - float(times[0]) < 10:
+                continue
+            status, _ = request(url.replace(key, other), other, body)
             assert status in (401, 410), status
     elif fault == "wrong_key":
         status, _ = request(url.replace(key, "v" * len(key)), key[::-1], body)
@@ -101,6 +158,14 @@ def _misbehave(fault: str, task: Any, url: str, key: str, body: Any, answer: byt
         headers = {"x-stainless-retry-count": "1"}
         assert request(url, key, body, **headers) == (200, answer)
         (folder / "repeated").touch()
+    elif fault == "leave":
+        # Nobody waits for the answer.
+        _sent(url, key, json.dumps(body).encode()).close()
+    elif fault == "abuse":
+        for _ in range(1001):
+            connection = _sent(url, key, b"{")
+            connection.getresponse().read()
+            connection.close()
     elif fault == "zygote":
         text = Path(f"/proc/{os.getppid()}/stat").read_text()
         os.kill(int(text.rpartition(")")[2].split()[1]), signal.SIGKILL)

@@ -176,3 +176,16 @@ def fails_after_answer(task: Any) -> None:
 def fails_after_stream(task: Any) -> None:
     _post_raw(task, "responses", {"model": "m", "input": task.row["question"], "stream": True})
     raise ValueError("the stream is not complete")
+
+
+def uses_tools(task: Any, *, num_turns: int, mean_s: float) -> float:
+    """Calls of one conversation, with the time of a tool after each, drawn for row and turn."""
+    messages = [{"role": "user", "content": task.row["prompt"]}]
+    for turn in range(num_turns):
+        reply = _post(task, "chat/completions", {"model": "m", "messages": messages})
+        text = reply["choices"][0]["message"]["content"]
+        delay_s = random.Random(f"{task.row['prompt']} {turn}").expovariate(1 / mean_s)
+        time.sleep(delay_s)
+        result = {"role": "user", "content": str(turn) * 32}
+        messages += [{"role": "assistant", "content": text}, result]
+    return 1.0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -116,6 +118,31 @@ def test_nothing_is_left_of_a_program(tmp_path: Path, monkeypatch: pytest.Monkey
     end = run(program("leaves_process"), {"marker": marker})
     assert end.rewards == {"reward": 1.0}
     assert processes_with(marker) == [] and list(tmp_path.iterdir()) == []
+
+
+LAUNCHES = """
+import asyncio, sys
+from nemo_like.agents.launcher import Launcher, Program
+launcher = Launcher(Program(path="tests.agents.programs.never_ends"))
+row = {"marker": sys.argv[1]}
+asyncio.run(launcher.run(row, "http://x/k", "k", seed=1, timeout_s=60))
+"""
+
+
+def test_nothing_is_left_when_the_process_of_a_launcher_is_killed(tmp_path: Path) -> None:
+    marker = f"marker_{time.time_ns()}"
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    process = subprocess.Popen([sys.executable, "-c", LAUNCHES, marker], env=environment)
+    deadline = time.monotonic() + 60
+    while len(processes_with(marker)) < 3:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    assert len(list(tmp_path.iterdir())) == 1
+    process.kill()
+    process.wait()
+    while processes_with(marker) or list(tmp_path.iterdir()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_cancelling_ends_a_program() -> None:

@@ -74,7 +74,7 @@ def collector_of(
     config = EnvironmentConfig(kind="program", path=path, max_turns=6, **options)
     encoder = ChatEncoder(build_tokenizer())
     workers = AgentWorkers(
-        lambda _: group(AgentWorker, {"config": config}, context()), 1, max_restarts=1
+        lambda _: group(AgentWorker, {"config": config}, context()), 1, max_restarts=2
     )
     workers.set_encoder(encoder)
     rewards = RewardConfig(max_error_share=0.9)
@@ -180,23 +180,31 @@ def test_tokens_of_too_old_weights_cancel_their_episode(collector: RolloutCollec
 
 
 class DyingGroup(LocalGroup):
-    """Its process dies at the first call with an answer."""
+    """Its process dies at the first call with an answer, and the next one as it starts."""
 
     num_deaths = 0
 
+    def submit_all(self, method: str, /, *args: Any, **kwargs: Any) -> list[Handle]:
+        if DyingGroup.num_deaths == 1 and method == AgentWorker.set_encoder.__name__:
+            self._die(method)
+        return super().submit_all(method, *args, **kwargs)
+
     def submit_one(self, rank: int, method: str, /, *args: Any, **kwargs: Any) -> Handle:
         if DyingGroup.num_deaths == 0 and args[1]:
-            DyingGroup.num_deaths += 1
-            self.shutdown()
-            raise WorkerDied("it died", group="environment", rank=0, method=method)
+            self._die(method)
         return super().submit_one(rank, method, *args, **kwargs)
+
+    def _die(self, method: str) -> None:
+        DyingGroup.num_deaths += 1
+        self.shutdown()
+        raise WorkerDied("it died", group="environment", rank=0, method=method)
 
 
 def test_episodes_of_a_lost_worker_are_tried_again(generator: Generator) -> None:
     path = "tests.agents.programs.answers_anything"
     with collector_of(generator, path, retries=1, group=DyingGroup) as collector:
         rollout = rollout_of(collector, "a", "b")
-    assert DyingGroup.num_deaths == 1
+    assert DyingGroup.num_deaths == 2
     values = metric_values(episode_metrics(rollout, rollout.batch["group"]))
     assert values["episodes/trained"] == values["episodes/replaced"] == 2
     assert rollout.batch["reward"].tolist() == [1.0, 1.0]

@@ -31,7 +31,7 @@ from nemo_like.rollout.conversations import Prompt
 from nemo_like.rollout.episodes import episode_metrics
 from nemo_like.rollout.rows import Rollout
 from nemo_like.weight_sync.channel import BucketMessage, ChannelSpec
-from tests.agents.faulty_programs import FAULTS
+from tests.agents.faulty_programs import FAILURES, FAULTS
 from tests.agents.test_launcher import processes_with
 from tests.policy.tiny import context
 from tests.rollout.test_episodes import collector_of
@@ -161,7 +161,7 @@ def test_programs_with_faults_end_and_leave_nothing(
     assert set(statuses.values()) == {Status.DONE}
     assert (own / "repeated").exists()
     attempts = [each.num_attempts for each in outcomes if each is not None]
-    is_tried_again = [fault in ("crash", "flood", "zygote", "supervisor") for fault in FAULTS]
+    is_tried_again = [fault in FAILURES for fault in FAULTS]
     assert all(number >= 2 for number, each in zip(attempts, is_tried_again, strict=True) if each)
     found = counts_of(rollout)
     assert found["trained"] == len(FAULTS) == found["started"] - found["replaced"]
