@@ -109,8 +109,8 @@ class PolicySide:
         self.num_opened += 1
         return self.sender.open(request)
 
-    def send_weights(self) -> SentWeights:
-        return self.sender.send()
+    def send_weights(self, is_first: bool) -> SentWeights:
+        return self.sender.send(is_first)
 
     def close_weight_channel(self) -> None:
         self.sender.close()
@@ -160,8 +160,10 @@ class GeneratorSide:
     def open_weight_channel(self, spec: ChannelSpec, first_index: tuple[int, ...]) -> str:
         return self.receiver.open(spec, first_index[self.context.rank])
 
-    def load_weights(self, version: int, buckets: Buckets | None) -> list[LoadedBucket]:
-        return load_all(self, self.receiver.spec, version, buckets)
+    def load_weights(
+        self, version: int, buckets: Buckets | None, is_first: bool
+    ) -> list[LoadedBucket]:
+        return load_all(self, self.receiver.spec, version, buckets, is_first)
 
     def begin_update(self, names: Sequence[str]) -> None:
         shapes = {name: tuple(each.shape) for name, each in self.model.named_parameters()}
