@@ -1,4 +1,9 @@
-"""Prompts with images in vLLM, CPU build, against transformers: before and after weight updates."""
+"""Prompts with images in vLLM, CPU build, against transformers: before and after weight updates.
+
+The tests that start vLLM need torchvision. PyPI has it for CUDA only. Beside a torch for CPUs it is
+imported if `torchvision/_meta_registrations.py` is empty: `pip download --no-deps
+torchvision==0.28.0`, unpacked into a directory of its own on PYTHONPATH.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +21,11 @@ from transformers import AutoImageProcessor
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.rollout import VLLMGenerationConfig
-from nemo_like.config.schema import VisionConfig
+from nemo_like.config.schema import AdapterConfig, VisionConfig
 from nemo_like.data.images import RowImage
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.local_group import local_context
+from nemo_like.generation.adapters import AdapterSettings
 from nemo_like.generation.hf_worker import HFGenerationWorker
 from nemo_like.generation.requests import (
     Completions,
@@ -55,13 +61,16 @@ Row = tuple[np.ndarray, list[RowImage]]
 class Engine:
     """A vLLM worker in its process, and the model that it should compute with."""
 
-    def __init__(self, model_type: str, directory: Path) -> None:
+    def __init__(
+        self, model_type: str, directory: Path, adapter: AdapterConfig | None = None
+    ) -> None:
         # Imports vLLM.
         from tests.generation.faulty_vllm import FaultyVLLMWorker
 
         self.directory = directory
         self.model: Any = save_tiny_vision_model(model_type, directory, head_dim=32)
-        start = GenerationStart(model_name=str(directory), vision=VisionConfig(train="all"))
+        vision = VisionConfig(train="all" if adapter is None else "frozen")
+        start = GenerationStart(model_name=str(directory), vision=vision, adapter=adapter)
         self.worker: Any = VLLMProcess(
             FaultyVLLMWorker,
             start=start,
@@ -255,3 +264,37 @@ def test_an_update_in_flight_with_an_image_of_the_prefix_cache(engine: Engine, p
         np.testing.assert_allclose(
             progress.completions.logprobs[row][num_old:], expected[num_old:], atol=1e-5
         )
+
+
+@pytest.mark.exhaustive
+def test_adapters_change_the_language_model_only(tmp_path: Path) -> None:
+    """The tower of this family has layers of the same names."""
+    if torchvision_problem():
+        pytest.skip(torchvision_problem())
+    adapter = AdapterConfig(
+        enabled=True,
+        rank=4,
+        alpha=8.0,
+        target_modules=("q_proj", "up_proj", "down_proj"),
+        weight_sync="adapter",
+    )
+    engine = Engine("qwen2_5_vl", tmp_path, adapter)
+    weights = dict(engine.model.named_parameters())
+    torch.manual_seed(0)
+    named = {
+        name: 0.2 * torch.randn(shape)
+        for name, shape in AdapterSettings.of_files(adapter, str(tmp_path)).shapes.items()
+    }
+    assert len(named) == 2 * 3 * 3, "two matrices for three layers of three blocks"
+    for name, matrix in named.items():
+        layer, kind = name.split(".lora_")
+        if kind == "A.weight":
+            change = named[f"{layer}.lora_B.weight"] @ matrix
+            weights[f"{layer}.weight"].data += adapter.alpha / adapter.rank * change
+    before = engine.generate(PROMPTS, GREEDY)
+    engine.version += 1
+    engine.worker.update([(name, each.clone()) for name, each in named.items()], 1, "")
+    after = engine.generate(PROMPTS, GREEDY)
+    engine.check(PROMPTS, after)
+    assert abs(before.logprobs[1][0] - after.logprobs[1][0]) > 1e-3
+    engine.worker.stop()
