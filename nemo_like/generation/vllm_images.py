@@ -50,7 +50,7 @@ class EngineImages:
         )
         return cls(spec, settings, tower_changes=config.train != "frozen")
 
-    def prepare_engine(self) -> dict[str, Any]:
+    def engine_options(self) -> dict[str, Any]:
         """Return the options of the engine. Raises ConfigError if torchvision cannot be imported.
 
         vLLM imports it with the model, and reports in several screens that it failed.
@@ -59,7 +59,6 @@ class EngineImages:
             import torchvision  # noqa: F401
         except Exception as error:
             raise ConfigError(torchvision_advice(str(error))) from error
-        _keep_pixels()
         return {
             "limit_mm_per_prompt": {"video": 0},
             # It keeps processed images, and nothing is processed there.
@@ -133,8 +132,8 @@ def with_frames(patches: Tensor, num_frames: int) -> Tensor:
     return channels.expand(-1, -1, num_frames, -1).flatten(1)
 
 
-def _keep_pixels() -> None:
-    """Have vLLM give its workers the pixels of all images of a request.
+def keep_pixels() -> None:
+    """Have vLLM, whose engine has started, give its workers the pixels of all images of a request.
 
     vLLM 0.32 leaves out those of an image whose tokens the prefix cache has. When the request is
     computed again, after a weight update or because the KV cache was full, its engine fails.

@@ -43,7 +43,7 @@ from nemo_like.generation.vllm_engine import (
     to_completions,
     vllm_prompt,
 )
-from nemo_like.generation.vllm_images import EngineImages
+from nemo_like.generation.vllm_images import EngineImages, keep_pixels
 from nemo_like.models.pretrained import load_model_config, load_tokenizer
 from nemo_like.models.spec import ModelSpec, MoeSpec
 from nemo_like.weight_sync.channel import (
@@ -122,7 +122,7 @@ class VLLMGenerationWorker:
         self._images = EngineImages.open(model_config, model_name, start.vision)
         """None for a model without a vision tower."""
         if self._images is not None:
-            options |= self._images.prepare_engine()
+            options |= self._images.engine_options()
         if self._is_cpu and spec.latent is not None:
             # The kernel of vLLM 0.32 rotates the queries of these models wrongly.
             options["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
@@ -180,6 +180,8 @@ class VLLMGenerationWorker:
         if started:
             self._call_ranks("ignore_interrupts")
         self._engine = self._llm.llm_engine
+        if self._images is not None:
+            keep_pixels()
         self._request_options: dict[str, Any] = {}
         """With which every request is computed."""
         if adapters is not None:

@@ -154,7 +154,7 @@ def test_a_start_without_torchvision_is_refused(
     assert images is not None
     monkeypatch.setitem(sys.modules, "torchvision", None)
     with pytest.raises(ConfigError, match=r"pip install .*'torchvision==0\.\d+\.\*'"):
-        images.prepare_engine()
+        images.engine_options()
 
 
 def test_greedy_tokens_are_those_of_transformers(engine: Engine) -> None:
