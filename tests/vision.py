@@ -58,12 +58,31 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 """Model type -> class, settings of the text and of the tower."""
 
 
+def _wide(model_type: str, head_dim: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings of the text and of the tower for heads of `head_dim`, a multiple of 8."""
+    _, text, tower = FAMILIES[model_type]
+    if head_dim == _TEXT["head_dim"]:
+        return text, tower
+    rope = text["rope_parameters"]
+    section = [each * head_dim // _TEXT["head_dim"] for each in rope["mrope_section"]]
+    width = _TEXT["num_attention_heads"] * head_dim
+    sizes = {"head_dim": head_dim, "hidden_size": width}
+    tower_sizes = {"hidden_size": 2 * head_dim, "out_hidden_size": width}
+    return sizes | {"rope_parameters": rope | {"mrope_section": section}}, tower | tower_sizes
+
+
 def tiny_vision_model(
-    model_type: str, *, attention: str = "eager", vocab_size: int = VOCABULARY, **vision: Any
+    model_type: str,
+    *,
+    attention: str = "eager",
+    vocab_size: int = VOCABULARY,
+    head_dim: int = 8,
+    **vision: Any,
 ) -> Any:
     """A random model in float32; every one-dimensional parameter is perturbed."""
     torch.manual_seed(0)
-    config_class, text, tower = FAMILIES[model_type]
+    config_class = FAMILIES[model_type][0]
+    text, tower = _wide(model_type, head_dim)
     config = config_class(
         text_config=_TEXT | text | {"vocab_size": vocab_size},
         vision_config=_VISION | tower | vision,
@@ -118,11 +137,11 @@ def tiny_vision_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def save_tiny_vision_model(model_type: str, directory: Path) -> Any:
+def save_tiny_vision_model(model_type: str, directory: Path, *, head_dim: int = 8) -> Any:
     """Write a model with tokenizer and image processor; an image token is 8x8 pixels."""
     tokenizer = tiny_vision_tokenizer()
     assert tokenizer.convert_tokens_to_ids("<|image_pad|>") == IMAGE_TOKEN
-    model = tiny_vision_model(model_type, vocab_size=len(tokenizer))
+    model = tiny_vision_model(model_type, vocab_size=len(tokenizer), head_dim=head_dim)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     processor = {

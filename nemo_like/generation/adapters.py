@@ -11,10 +11,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from nemo_like.config.schema import AdapterConfig
 from nemo_like.models.adapters import adapter_shapes, can_have_adapter
+from nemo_like.models.output_head import auto_class
 from nemo_like.models.pretrained import load_model_config
 from nemo_like.models.spec import ModelSpec
 
@@ -38,7 +39,7 @@ class AdapterSettings:
         """Return the adapters of the model `model_name`, of which only config.json is read."""
         config = load_model_config(model_name)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = auto_class(config).from_config(config)
         has_experts = ModelSpec.from_config(config).moe is not None
         layers = {name: tuple(module.weight.shape) for name, module in _targets(model, adapter)}
         return cls(adapter, adapter_shapes(layers, adapter), has_experts)

@@ -241,9 +241,11 @@ class HFGenerationWorker:
         """See `WeightTarget.open_weight_channel`."""
         return self._receiver.open(spec, first_index[self._rank])
 
-    def load_weights(self, version: int, buckets: Buckets | None) -> list[LoadedBucket]:
+    def load_weights(
+        self, version: int, buckets: Buckets | None, is_first: bool
+    ) -> list[LoadedBucket]:
         """See `WeightTarget.load_weights`; the model may be offloaded or onloaded."""
-        return load_all(self, self._receiver.spec, version, buckets)
+        return load_all(self, self._receiver.spec, version, buckets, is_first)
 
     def begin_update(self, names: Sequence[str]) -> None:
         """See `BucketLoader.begin_update`."""
@@ -254,8 +256,13 @@ class HFGenerationWorker:
         if any(name in adapters for name in names):
             self.coverage = UpdateCoverage(adapters, names)
             return
-        named = self.model.named_parameters()
-        weights = {name: weight for name, weight in named if name not in adapters}
+        spec = self._receiver.spec
+        kept = frozenset(() if spec is None else spec.names) - set(names)
+        weights = {
+            name: weight
+            for name, weight in self.model.named_parameters()
+            if name not in adapters and name not in kept
+        }
         # Tied weights (embedding and output) are one parameter under two names; the policy sends
         # one of them.
         first_names = {id(weight): name for name, weight in weights.items()}

@@ -19,7 +19,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 from vllm.config import set_current_vllm_config
@@ -48,6 +48,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from nemo_like.generation.adapters import AdapterSettings
 from nemo_like.models.adapters import PREFIX
+from nemo_like.models.output_head import auto_class
 from nemo_like.weight_sync.channel import (
     BucketMessage,
     ChannelSpec,
@@ -218,13 +219,18 @@ class VLLMWorkerExtension:
         """Compute with adapters, which are 0 until the first update."""
         self._adapter = WorkerAdapter(self.model_runner, adapters)
 
-    def save_other_tensors(self) -> None:
-        """Copy what sleep level 2 of vLLM loses besides the weights; vLLM itself keeps buffers."""
+    def save_other_tensors(self, keeps_tower: bool) -> None:
+        """Copy what sleep level 2 of vLLM loses besides the weights; vLLM itself keeps buffers.
+
+        `keeps_tower`: also the weights of a vision tower, which an update may leave out.
+        """
         model = self.model_runner.model
         tensors = other_tensors(model, self.device)
         # Parameters that no update loads, such as the biases of routers: buffers in transformers.
         for name, weight in model.named_parameters():
-            if name.rpartition(".")[2] in SKIP_LOAD_TENSORS and weight.device == self.device:
+            is_kept = keeps_tower and name.startswith("visual.")
+            is_kept = is_kept or name.rpartition(".")[2] in SKIP_LOAD_TENSORS
+            if is_kept and weight.device == self.device:
                 tensors.append(weight.data)
         self._saved_tensors = [(tensor, tensor.to("cpu", copy=True)) for tensor in tensors]
 
@@ -268,13 +274,15 @@ class VLLMWorkerExtension:
             self._adapter.begin(names)
             return
         model = self.model_runner.model
+        has_tower = any(name.startswith("model.visual.") for name in names)
+        self._reloaded: nn.Module = model if has_tower else _without_tower(model)
         self._loaded_parameters: set[str] = set()
         with set_current_vllm_config(self.vllm_config):
             # Ends an update that broke off, whose values are all replaced now.
             finalize_layerwise_reload(model, self.model_config)
             if self.device.type == "cpu":
                 _discard_expert_kernels(model)
-            initialize_layerwise_reload(model)
+            initialize_layerwise_reload(self._reloaded)
             for embedding in _embeddings(model).values():
                 # Puts the tensors back, to which the weights are then copied directly.
                 finalize_layerwise_reload(embedding, self.model_config)
@@ -294,7 +302,7 @@ class VLLMWorkerExtension:
             return
         model = self.model_runner.model
         with set_current_vllm_config(self.vllm_config):
-            incomplete = _incomplete_layers(model)
+            incomplete = _incomplete_layers(self._reloaded)
             incomplete += _incomplete_embeddings(model, self._loaded_parameters)
             if incomplete:
                 raise ValueError(
@@ -395,7 +403,12 @@ def _converted_model(config: PretrainedConfig) -> PreTrainedModel | None:
     if not get_checkpoint_conversion_mapping(config.model_type):
         return None
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return auto_class(config).from_config(config)
+
+
+def _without_tower(model: Any) -> nn.Module:
+    """Return the part of a model that an update without a vision tower replaces."""
+    return model.language_model if hasattr(model, "visual") else model
 
 
 def _embeddings(model: nn.Module) -> dict[str, VocabParallelEmbedding]:

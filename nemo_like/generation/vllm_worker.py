@@ -43,6 +43,7 @@ from nemo_like.generation.vllm_engine import (
     to_completions,
     vllm_prompt,
 )
+from nemo_like.generation.vllm_images import EngineImages, keep_pixels
 from nemo_like.models.pretrained import load_model_config, load_tokenizer
 from nemo_like.models.spec import ModelSpec, MoeSpec
 from nemo_like.weight_sync.channel import (
@@ -112,11 +113,16 @@ class VLLMGenerationWorker:
         """Seconds of steps that `poll` has not reported."""
         self._moe: MoeSpec | None = None
         """The layers whose experts are returned."""
-        spec = ModelSpec.from_config(load_model_config(model_name))
+        model_config = load_model_config(model_name)
+        spec = ModelSpec.from_config(model_config)
         replay = start.router_replay
         if replay is True or (replay == "auto" and not self._is_cpu):
             self._moe = spec.moe
         options: dict[str, Any] = {}
+        self._images = EngineImages.open(model_config, model_name, start.vision)
+        """None for a model without a vision tower."""
+        if self._images is not None:
+            options |= self._images.engine_options()
         if self._is_cpu and spec.latent is not None:
             # The kernel of vLLM 0.32 rotates the queries of these models wrongly.
             options["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
@@ -174,6 +180,8 @@ class VLLMGenerationWorker:
         if started:
             self._call_ranks("ignore_interrupts")
         self._engine = self._llm.llm_engine
+        if self._images is not None:
+            keep_pixels()
         self._request_options: dict[str, Any] = {}
         """With which every request is computed."""
         if adapters is not None:
@@ -195,11 +203,10 @@ class VLLMGenerationWorker:
     def submit(self, requests: GenerationRequests) -> None:
         """See `GenerationWorkerProtocol.submit`."""
         check_room(requests)
-        if requests.images:
-            raise ConfigError(
-                "a prompt has images, which the vLLM worker does not send yet: set"
-                " policy.generation.backend to hf"
-            )
+        if self._images is None:
+            prompts = [vllm_prompt(ids) for ids in requests.prompt_ids]
+        else:
+            prompts = self._images.engine_inputs(requests)
         limits = requests.max_new_tokens().tolist()
         for row, request_id in enumerate(requests.request_ids.tolist()):
             params = sampling_request(
@@ -208,8 +215,8 @@ class VLLMGenerationWorker:
                 seed=int(requests.seeds[row]),
                 stop_token_ids=self._end_ids,
             )
-            prompt = vllm_prompt(requests.prompt_ids[row])
-            self._engine.add_request(str(request_id), prompt, params, **self._request_options)
+            options = self._request_options
+            self._engine.add_request(str(request_id), prompts[row], params, **options)
 
     @between_steps
     def poll(self, max_seconds: float, min_seconds: float | None = None) -> GenerationProgress:
@@ -291,6 +298,8 @@ class VLLMGenerationWorker:
         if not self._engine.has_unfinished_requests():
             self._drain()
             self._reset_prefix_cache()
+            # An image may be computed with others then.
+            self._reset_encoder_cache()
 
     @between_steps
     def score(self, rows: Jagged) -> Jagged:
@@ -319,7 +328,8 @@ class VLLMGenerationWorker:
         # leave out the other weights.
         self._lacks_weights = discards_weights and not self._request_options
         if self._lacks_weights:
-            self._call_ranks("save_other_tensors")
+            images = self._images
+            self._call_ranks("save_other_tensors", images is not None and not images.tower_changes)
         # By default vLLM would abort unfinished requests, without an output.
         with self._children.explaining():
             self._llm.sleep(level=2 if self._lacks_weights else 1, mode="keep")
@@ -355,14 +365,16 @@ class VLLMGenerationWorker:
         self._call_ranks("close_weight_channel")
 
     @between_steps
-    def load_weights(self, version: int, buckets: Buckets | None) -> list[LoadedBucket]:
+    def load_weights(
+        self, version: int, buckets: Buckets | None, is_first: bool
+    ) -> list[LoadedBucket]:
         """See `WeightTarget.load_weights`."""
         shares_device = buckets is not None and not self._is_cpu
         if shares_device:
             # The policy in this process has written the weights in another stream.
             torch.cuda.synchronize()
         # Bucket by bucket also for children, whose progress is that of this process.
-        loaded = load_all(self, self._weight_spec, version, buckets)
+        loaded = load_all(self, self._weight_spec, version, buckets, is_first)
         if shares_device:
             torch.cuda.synchronize()
         return loaded
@@ -395,6 +407,8 @@ class VLLMGenerationWorker:
             raise RuntimeError("finish_update was called without begin_update")
         self._call_ranks("finish_update")
         self._reset_prefix_cache()
+        if self._images is not None and self._images.tower_changes:
+            self._reset_encoder_cache()
         self._set_version(version)
         self._is_updating = False
         self._lacks_weights = False
@@ -498,6 +512,11 @@ class VLLMGenerationWorker:
                 f"vLLM did not reset its prefix cache (weights of version {self._version}), so"
                 " completions would be sampled from keys and values of older weights"
             )
+
+    def _reset_encoder_cache(self) -> None:
+        """Drop the features of images; unfinished requests compute them again."""
+        if self._images is not None:
+            self._engine.reset_encoder_cache()
 
     def _set_version(self, version: int) -> None:
         self._version = version

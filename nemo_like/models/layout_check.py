@@ -8,11 +8,13 @@ import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 
 from nemo_like.config.errors import ConfigError, Problem, either
 from nemo_like.config.rollout import VLLMGenerationConfig
 from nemo_like.integer_math import nearest_divisors
 from nemo_like.models.spec import ModelSpec
+from nemo_like.models.torchvision import torchvision_problem
 from nemo_like.parallel_layout import LayoutProblem, ParallelLayout
 from nemo_like.training_engines import ENGINES, EngineName
 
@@ -130,6 +132,7 @@ def vllm_problems(
         *_vllm_head_problems(spec, vllm.tensor_parallel_size, model),
         *_vllm_position_problems(spec, max_total_length, model),
         *_vllm_cpu_problems(spec, model, is_on_cpu=is_on_cpu),
+        *_vllm_image_problems(spec),
     ]
 
 
@@ -180,6 +183,15 @@ def _vllm_cpu_problems(spec: ModelSpec, model: str, *, is_on_cpu: bool) -> Itera
         f"{key} is vllm without GPUs, and {model} has heads of size {spec.head_dim}; vLLM has"
         f" attention on CPU for sizes {sizes}: set {key} to hf",
     )
+
+
+def _vllm_image_problems(spec: ModelSpec) -> Iterator[Problem]:
+    # Without vLLM the workers run in another environment.
+    if spec.vision is None or find_spec("vllm") is None:
+        return
+    text = torchvision_problem()
+    if text:
+        yield Problem(("policy.generation.backend",), text)
 
 
 def frozen_weights(patterns: Sequence[str], names: Mapping[str, str]) -> frozenset[str]:

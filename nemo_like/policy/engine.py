@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -148,6 +148,10 @@ class Engine(ABC, Generic[OptimizerT]):
         A tied weight appears once. Adapters are part of the weights that they change.
         """
         ...
+
+    def constant_weights(self) -> Collection[str]:
+        """Return the names of weights that no training changes and that are sent once."""
+        return ()
 
     @abstractmethod
     def saved_shapes(self) -> dict[str, tuple[int, ...]]:

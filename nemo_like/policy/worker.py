@@ -99,7 +99,11 @@ class PolicyWorker:
         # Imported on demand: only a run with a generator sends weights.
         from nemo_like.weight_sync.transfer import WeightSender
 
-        return WeightSender(self.engine, adapters_only=self.config.sends_adapters)
+        return WeightSender(
+            self.engine,
+            adapters_only=self.config.sends_adapters,
+            constant=self.engine.constant_weights(),
+        )
 
     def device_info(self) -> DeviceInfo:
         """Return the speed and memory of this worker's device."""
@@ -296,9 +300,9 @@ class PolicyWorker:
         """See `WeightSource.open_weight_channel`."""
         return self._weights.open(request)
 
-    def send_weights(self) -> SentWeights:
+    def send_weights(self, is_first: bool) -> SentWeights:
         """See `WeightSource.send_weights`."""
-        return self._weights.send()
+        return self._weights.send(is_first)
 
     def close_weight_channel(self) -> None:
         """See `WeightSource.close_weight_channel`."""

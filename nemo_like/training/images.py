@@ -52,9 +52,6 @@ def check_trains_images(
     refused = {
         "policy.engine=megatron": policy.engine != "dtensor",
         f"the job {needs.job}": not needs.trains_images,
-        "policy.generation.backend=vllm: set it to hf": (
-            needs.rollouts is not None and needs.rollouts.generation.backend != "hf"
-        ),
         "programs (environment.kind=program)": (
             needs.rollouts is not None and needs.rollouts.environment.is_program
         ),

@@ -14,7 +14,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -232,6 +232,13 @@ class ChannelSpec:
     timeout_s: float
     address: Any = None
     """`ChannelSender.address`."""
+    num_constant: int = 0
+    """The last layouts, of weights that only the first update over the channel sends."""
+
+    def of_later_updates(self) -> ChannelSpec:
+        """Return the channel as it is after the first update: without the constant weights."""
+        num_layouts = len(self.layouts) - self.num_constant
+        return replace(self, layouts=self.layouts[:num_layouts], num_constant=0)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -368,6 +375,8 @@ class BucketMessage:
     index: int
     tensors: Iterable[tuple[str, Tensor]] | None = None
     """The weights themselves, [*shape] each, where sender and receiver are one process."""
+    is_last: bool = False
+    """No bucket of the update follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -423,11 +432,11 @@ class WeightSource(Protocol):
         """
         ...
 
-    def send_weights(self) -> SentWeights:
+    def send_weights(self, is_first: bool) -> SentWeights:
         """Gather the current weights bucket by bucket and send them.
 
-        A channel whose receivers cannot be reached is reported and not raised, because the
-        policy's workers are intact.
+        Constant weights are sent in the first update over the channel. A channel whose receivers
+        cannot be reached is reported and not raised, because the policy's workers are intact.
         """
         ...
 
@@ -454,8 +463,12 @@ class WeightTarget(Protocol):
         """
         ...
 
-    def load_weights(self, version: int, buckets: Buckets | None) -> list[LoadedBucket]:
+    def load_weights(
+        self, version: int, buckets: Buckets | None, is_first: bool
+    ) -> list[LoadedBucket]:
         """Receive all buckets and copy their tensors over the model's weights of the same names.
+
+        `is_first` is that of `WeightSource.send_weights`.
 
         Completions have weight version `version` from then on. A broken channel is the `broken` of
         the last bucket; the worker generates nothing until a later update is complete. `buckets` is

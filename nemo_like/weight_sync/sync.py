@@ -113,7 +113,7 @@ class WeightSync:
         self._members: list[WorkerGroup] = []
         """The replicas that the open channel reaches; empty without one."""
         self._spec: ChannelSpec | None = None
-        """Specification of the last channel."""
+        """Specification of the last channel, with the weights of its last update."""
 
     @property
     def transport(self) -> str | None:
@@ -170,18 +170,21 @@ class WeightSync:
     def _run_update(self, update: _Update, live: Replicas, version: int) -> None:
         """Send all buckets to the live replicas; sets `update.broken` if the channel breaks."""
         opening: _Calls = {}
-        if not self._is_open(live):
+        is_first = not self._is_open(live)
+        if is_first:
             opening = self._open(live)
         if not self._members:
             return
+        if not is_first and self._spec is not None:
+            self._spec = self._spec.of_later_updates()
         if TRANSPORTS[self.transport or ""].passes_tensors:
-            sending = submit_all(self._policy, WeightSource.send_weights)
+            sending = submit_all(self._policy, WeightSource.send_weights, is_first)
             buckets = self._policy.get(sending)[0].buckets
-            loading = live.submit(WeightTarget.load_weights, version, buckets)
+            loading = live.submit(WeightTarget.load_weights, version, buckets, is_first)
         else:
             # The receivers first: a group in this process returns when it has sent all.
-            loading = live.submit(WeightTarget.load_weights, version, None)
-            sending = submit_all(self._policy, WeightSource.send_weights)
+            loading = live.submit(WeightTarget.load_weights, version, None, is_first)
+            sending = submit_all(self._policy, WeightSource.send_weights, is_first)
         # The policy first: a receiver that ends breaks its broadcast at once, and a failed gather
         # must not wait for receivers.
         results = self.policy_results(sending, live, [opening, loading])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -103,10 +103,18 @@ class WeightOwner(Protocol):
 class WeightSender:
     """Implements `WeightSource` for one rank of the policy."""
 
-    def __init__(self, owner: WeightOwner, *, adapters_only: bool = False) -> None:
-        """With `adapters_only` an update has the adapters and no other weight."""
+    def __init__(
+        self, owner: WeightOwner, *, adapters_only: bool = False, constant: Collection[str] = ()
+    ) -> None:
+        """With `adapters_only` an update has the adapters and no other weight.
+
+        `constant` are the names of weights that no training changes.
+        """
         self._owner = owner
         self._adapters_only = adapters_only
+        self._constant = frozenset(constant)
+        self._num_constant = 0
+        """Layouts of constant weights, the last ones."""
         self._layouts: tuple[BucketLayout, ...] = ()
         self._transport: Transport = TRANSPORTS["in_process"]
         self._channel: ChannelSender | None = None
@@ -136,7 +144,12 @@ class WeightSender:
         shapes = self._owner.weight_shapes()
         if self._adapters_only:
             shapes = self._owner.adapter_shapes()
-        self._layouts = plan_layouts(shapes, dtype, request.max_bytes)
+        changing = {name: shapes[name] for name in shapes if name not in self._constant}
+        constant = {name: shapes[name] for name in shapes if name in self._constant}
+        self._layouts = plan_layouts(changing, dtype, request.max_bytes)
+        last = plan_layouts(constant, dtype, request.max_bytes)
+        self._layouts += last
+        self._num_constant = len(last)
         slot_bytes = max(layout.num_bytes for layout in self._layouts)
         is_source = self._owner.rank == 0
         if is_source or self._transport.every_rank_sends:
@@ -149,16 +162,18 @@ class WeightSender:
             slot_bytes=slot_bytes,
             timeout_s=request.timeout_s,
             address=self._channel.address,
+            num_constant=self._num_constant,
         )
 
-    def send(self) -> SentWeights:
+    def send(self, is_first: bool) -> SentWeights:
         """See `WeightSource.send_weights`."""
         if not self._layouts:
             return SentWeights(broken="the policy has closed the channel")
         if self._transport.passes_tensors:
             return SentWeights(buckets=self._bucket)
         try:
-            return self._send()
+            num_later = len(self._layouts) - self._num_constant
+            return self._send(self._layouts if is_first else self._layouts[:num_later])
         except BaseException:
             # Receivers would wait for the next bucket otherwise.
             self.close()
@@ -172,7 +187,7 @@ class WeightSender:
         if channel is not None:
             channel.close()
 
-    def _send(self) -> SentWeights:
+    def _send(self, layouts: Sequence[BucketLayout]) -> SentWeights:
         """Implement `send`.
 
         A broken channel does not end the gathers: the other ranks of the policy take part in all of
@@ -184,8 +199,8 @@ class WeightSender:
             self._is_connected = True
         gather_s = 0.0
         transfer_s = []
-        for index, layout in enumerate(self._layouts):
-            activity.note(f"weight bucket {index + 1} of {len(self._layouts)}")
+        for index, layout in enumerate(layouts):
+            activity.note(f"weight bucket {index + 1} of {len(layouts)}")
             targets = None
             if channel is not None:
                 buffer = channel.buffer(index)
@@ -288,9 +303,9 @@ class WeightReceiver:
             received = time.perf_counter()
             load_weights(_chain(first, named))
             first = None  # a view of the buffer
-            if self._channel is not None and self.spec is not None:
+            if self._channel is not None:
                 self._channel.loaded()
-                if message.index + 1 == len(self.spec.layouts):
+                if message.is_last:
                     buffer_bytes = self._channel.finish()
         except BaseException as error:
             # No further bucket can come, and a member that leaves releases the others.
@@ -322,7 +337,8 @@ class BucketLoader(Protocol):
     def begin_update(self, names: Sequence[str]) -> None:
         """Start an update with weights of these names; the worker generates nothing until its end.
 
-        Raises ValueError for unknown, duplicate or missing names, before a weight changes.
+        Constant weights of the channel may be left out, and stay as they are. Raises ValueError for
+        unknown, duplicate or missing names, before a weight changes.
         """
 
     def load_bucket(self, message: BucketMessage) -> LoadedBucket:
@@ -339,17 +355,24 @@ class BucketLoader(Protocol):
 
 
 def load_all(
-    worker: BucketLoader, spec: ChannelSpec | None, version: int, buckets: Buckets | None
+    worker: BucketLoader,
+    spec: ChannelSpec | None,
+    version: int,
+    buckets: Buckets | None,
+    is_first: bool,
 ) -> list[LoadedBucket]:
     """Implement `WeightTarget.load_weights` with the channel `spec` that `worker` has joined."""
     if spec is None:
         return [LoadedBucket(broken="the channel was closed")]
+    if not is_first:
+        spec = spec.of_later_updates()
     loaded: list[LoadedBucket] = []
     try:
         worker.begin_update(spec.names)
         for index in range(len(spec.layouts)):
             tensors = None if buckets is None else buckets(index)
-            loaded.append(worker.load_bucket(BucketMessage(index, tensors)))
+            is_last = index + 1 == len(spec.layouts)
+            loaded.append(worker.load_bucket(BucketMessage(index, tensors, is_last)))
             if loaded[-1].broken:
                 return loaded
         worker.finish_update(version)

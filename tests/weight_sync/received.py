@@ -36,7 +36,8 @@ def received_weights(
 
     def receive() -> None:
         for index in range(num_buckets):
-            assert receiver.load(BucketMessage(index), keep).broken == ""
+            message = BucketMessage(index, is_last=index + 1 == num_buckets)
+            assert receiver.load(message, keep).broken == ""
 
     num_buckets = 0
     if spec is not None:
@@ -44,7 +45,7 @@ def received_weights(
         assert receiver.open(spec, 0) == ""
     with ThreadPoolExecutor(1) as pool:
         received = pool.submit(receive)
-        assert worker.send_weights().broken == ""
+        assert worker.send_weights(True).broken == ""
         received.result()
     assert spec is None or tuple(weights) == spec.names
     receiver.close()

@@ -93,6 +93,29 @@ def check_replicas(
     assert shared_memory_files() == set()
 
 
+@pytest.mark.parametrize("transport", CPU_TRANSPORTS)
+def test_constant_weights_are_sent_in_the_first_update_over_a_channel(
+    groups: tuple[RayWorkerGroup, list[RayWorkerGroup]], transport: str
+) -> None:
+    policy, replicas = groups
+    constant = 4 * 70 * 16
+    others = 4 * (5 * (16 * 16 + 16) + 1)
+    policy.run_all_workers("change_weights", 1)
+    policy.run_all_workers("set_constant", ["embedding.weight"])
+    sync = WeightSync(policy, dtype="float32", max_bucket_bytes=MAX_BYTES, transport=transport)
+    first = sync.push(replicas, 1)
+    for version in (2, 3):
+        policy.run_all_workers("change_weights", version, "layers")
+        later = sync.push(replicas, version)
+        assert (first.num_bytes, later.num_bytes) == (constant + others, others)
+        # The embedding has a bucket of its own.
+        assert later.num_buckets == first.num_buckets - 1
+        check_replicas(policy, list(replicas), version, "float32")
+    # Other members: a replica that was started again has none of the weights.
+    assert sync.push(replicas[:1], 4).num_bytes == constant + others
+    policy.run_all_workers("set_constant", [])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("transport", CPU_TRANSPORTS)
 def test_every_replica_gets_equal_bits(

@@ -102,6 +102,9 @@ class PolicySide:
         self.sender = WeightSender(self.owner)
         self.num_opened = 0
 
+    def set_constant(self, names: Sequence[str]) -> None:
+        self.sender = WeightSender(self.owner, constant=names)
+
     def weight_endpoint(self) -> Endpoint:
         return self.sender.endpoint()
 
@@ -109,8 +112,8 @@ class PolicySide:
         self.num_opened += 1
         return self.sender.open(request)
 
-    def send_weights(self) -> SentWeights:
-        return self.sender.send()
+    def send_weights(self, is_first: bool) -> SentWeights:
+        return self.sender.send(is_first)
 
     def close_weight_channel(self) -> None:
         self.sender.close()
@@ -118,11 +121,12 @@ class PolicySide:
     def num_channels(self) -> int:
         return self.num_opened
 
-    def change_weights(self, seed: int) -> None:
+    def change_weights(self, seed: int, part: str = "") -> None:
         torch.manual_seed(seed)
         with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.copy_(torch.randn_like(parameter))
+            for name, parameter in self.model.named_parameters():
+                if part in name:
+                    parameter.copy_(torch.randn_like(parameter))
 
     def fail_in_last_rank(self, name: str) -> None:
         """Fail in the gather of a weight."""
@@ -160,11 +164,18 @@ class GeneratorSide:
     def open_weight_channel(self, spec: ChannelSpec, first_index: tuple[int, ...]) -> str:
         return self.receiver.open(spec, first_index[self.context.rank])
 
-    def load_weights(self, version: int, buckets: Buckets | None) -> list[LoadedBucket]:
-        return load_all(self, self.receiver.spec, version, buckets)
+    def load_weights(
+        self, version: int, buckets: Buckets | None, is_first: bool
+    ) -> list[LoadedBucket]:
+        return load_all(self, self.receiver.spec, version, buckets, is_first)
 
     def begin_update(self, names: Sequence[str]) -> None:
-        shapes = {name: tuple(each.shape) for name, each in self.model.named_parameters()}
+        spec = self.receiver.spec
+        assert spec is not None
+        weights = dict(self.model.named_parameters())
+        for name in set(spec.names) - set(names):
+            del weights[name]
+        shapes = {name: tuple(each.shape) for name, each in weights.items()}
         self.coverage = UpdateCoverage(shapes, names)
         self.num_buckets = 0
 

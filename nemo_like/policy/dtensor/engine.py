@@ -34,6 +34,7 @@ from nemo_like.policy.dtensor.model import (
 from nemo_like.policy.dtensor.optimizer import ShardedOptimizer, hidden_matrices
 from nemo_like.policy.dtensor.parallel import Groups
 from nemo_like.policy.dtensor.parameters import ShardedParameter, gather_parameters, local_shard
+from nemo_like.policy.dtensor.vision import is_of_tower
 from nemo_like.policy.engine import Engine, ResultT, StepFunction
 from nemo_like.policy.inputs.model_inputs import ModelInputs
 from nemo_like.policy.lora import stored_head
@@ -164,6 +165,12 @@ class DTensorEngine(Engine[ShardedOptimizer]):
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """See `Engine.weight_shapes`."""
         return {sharded.name: sharded.spec.full_shape for sharded in self._weights}
+
+    def constant_weights(self) -> list[str]:
+        """See `Engine.constant_weights`."""
+        tower = [sharded for sharded in self._weights if is_of_tower(sharded.name)]
+        is_trained = any(sharded.parameter.requires_grad for sharded in tower)
+        return [] if is_trained else [sharded.name for sharded in tower]
 
     @property
     def _saved(self) -> list[ShardedParameter]:

@@ -113,6 +113,11 @@ def frozen_names(model: PreTrainedModel, train: str) -> Iterator[str]:
             yield name
 
 
+def is_of_tower(name: str) -> bool:
+    """Return whether a weight of this name is in the tower of a composite model."""
+    return name.startswith("model.visual.")
+
+
 def prepare(model: PreTrainedModel) -> None:
     """Set the attention of the tower and of the language model of a composite model."""
     attention.register()
