@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -56,6 +59,21 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 """Model type -> class, settings of the text and of the tower."""
+
+
+@contextmanager
+def true_float64() -> Iterator[None]:
+    """Have code that names float32 compute in float64: norms, rotary embeddings, FSDP, log-probs."""
+    default = torch.get_default_dtype()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        for name in ("float32", "float"):
+            patch.setattr(torch, name, torch.float64)
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(default)
 
 
 def tiny_vision_model(

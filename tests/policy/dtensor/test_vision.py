@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from nemo_like.data.image_tokens import place_features, rope_positions
 from nemo_like.policy.dtensor.vision import VisionInputs, hidden_states, image_features, prepare
-from tests.vision import FAMILIES, IMAGE_TOKEN, tiny_vision_model
+from tests.vision import FAMILIES, IMAGE_TOKEN, tiny_vision_model, true_float64
 
 GRIDS = torch.tensor([[1, 6, 10], [1, 2, 2], [1, 4, 12], [1, 8, 4]])
 """Of the unique images."""
@@ -43,24 +42,6 @@ def random_rows() -> Rows:
         ids.append(np.concatenate(parts))
     patches = [torch.from_numpy(rng.normal(size=(int(grid.prod()), 96))) for grid in GRIDS]
     return Rows(ids, patches)
-
-
-@contextmanager
-def true_float64() -> Iterator[None]:
-    """Have transformers compute in float64 where it converts to float32: norms, rotary, softmax."""
-    convert, single, softmax = Tensor.to, Tensor.float, F.softmax
-
-    def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.dtype == torch.float64:
-            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
-            kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
-        return convert(self, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Tensor, "to", to)
-        patch.setattr(Tensor, "float", lambda x: x if x.dtype == torch.float64 else single(x))
-        patch.setattr(F, "softmax", lambda x, dim=None, dtype=None, **_: softmax(x, dim=dim))
-        yield
 
 
 def plain_loss(model: Any, rows: Rows, row: int, dtype: torch.dtype) -> Tensor:
