@@ -63,7 +63,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 
 @contextmanager
 def true_float64() -> Iterator[None]:
-    """Have code that names float32 compute in float64: norms, rotary embeddings, FSDP, log-probs."""
+    """Have code that names float32 compute in float64: norms, rotary embeddings, log-probs."""
     default = torch.get_default_dtype()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)

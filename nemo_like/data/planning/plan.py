@@ -146,10 +146,10 @@ class BatchPlan:
         """Forward work of each of `rows` by `spec.cost`, float64 [n], without its shared tokens."""
         shared = self.shared
         lengths = self.padded_lengths if shared is None else self.padded_lengths + shared
-        return self.spec.cost.of(lengths, self.num_trained, shared) + self._image_work
+        return self.spec.cost.of(lengths, self.num_trained, shared) + self.computed_image_work
 
     @cached_property
-    def _image_work(self) -> np.ndarray:
+    def computed_image_work(self) -> np.ndarray:
         """Work of the tower for each of `rows`, float64 [n], without images of shared tokens."""
         if self.image_work is None or self.image_tokens is None:
             return np.zeros(len(self.rows))
@@ -279,7 +279,7 @@ class BatchPlan:
             num_slots = max(self.num_microbatches + bubble, 1)
             optional["packing/pipeline_bubble_share"] = bubble / num_slots
         if self.image_work is not None:
-            optional["packing/rank_imbalance_vision"] = self._imbalance(self._image_work)
+            optional["packing/rank_imbalance_vision"] = self._imbalance(self.computed_image_work)
         if self.shared is not None:
             num_row_tokens = max(self.lengths.sum(), 1)
             optional["packing/shared_token_share"] = float(1 - num_computed / num_row_tokens)

@@ -144,9 +144,7 @@ def program(
                 rank.worker(dataclasses.replace(CONFIG, model_name=model)), shard
             )[0]
         for train in ("frozen", "projector"):
-            config = dataclasses.replace(
-                CONFIG, model_name=model, vision=VisionConfig(train=train)
-            )
+            config = dataclasses.replace(CONFIG, model_name=model, vision=VisionConfig(train=train))
             found[train] = gradients(rank.worker(config), shard)[0]
         config = dataclasses.replace(CONFIG, model_name=model, vision=VisionConfig(), lora=LORA)
         with_lora = rank.worker(config)
