@@ -56,8 +56,13 @@ def plain_loss(model: Any, rows: Rows, row: int, dtype: torch.dtype) -> Tensor:
     return F.cross_entropy(logits[:-1], ids[0, 1:], reduction="sum") / rows.num_trained
 
 
-def packed_loss(model: Any, rows: Rows, dtype: torch.dtype) -> Tensor:
-    """The loss of all rows in one pack, with each unique image once."""
+def packed_loss(
+    model: Any, rows: Rows, dtype: torch.dtype, *, has_text_positions: bool = False
+) -> Tensor:
+    """The loss of all rows in one pack, with each unique image once.
+
+    `has_text_positions` is the mistake of giving images the positions of texts.
+    """
     lengths = np.array([len(ids) for ids in rows.ids])
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     places = place_features(rows.ids, IMAGES, np.array(COUNTS), IMAGE_TOKEN)
@@ -71,6 +76,8 @@ def packed_loss(model: Any, rows: Rows, dtype: torch.dtype) -> Tensor:
         rope_positions(ids, GRIDS[images].numpy().reshape(-1, 3), IMAGE_TOKEN, 2)
         for ids, images in zip(rows.ids, IMAGES, strict=True)
     ]
+    if has_text_positions:
+        positions = [np.broadcast_to(np.arange(length), (3, length)) for length in lengths]
     ids = torch.from_numpy(np.concatenate(rows.ids))
     hidden = hidden_states(
         model,
@@ -118,6 +125,19 @@ def test_a_pack_equals_its_rows_in_transformers(
     for name, grad in expected.items():
         scale = max(float(grad.abs().max()), 1e-3 * largest)
         assert float((found[name] - grad).abs().max()) <= limit * scale, name
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_positions_of_texts_would_be_noticed(model_type: str) -> None:
+    rows = random_rows()
+    model = tiny_vision_model(model_type)
+    prepare(model)
+    packed_loss(model, rows, torch.float32).backward()
+    expected = gradients(model)
+    packed_loss(model, rows, torch.float32, has_text_positions=True).backward()
+    found = gradients(model)
+    name = "model.language_model.layers.0.self_attn.q_proj.weight"
+    assert (found[name] - expected[name]).norm() > 0.01 * expected[name].norm()
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
