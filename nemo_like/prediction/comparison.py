@@ -72,9 +72,11 @@ class Strategy:
         """Plan rows. Raises ValueError for rows that cannot be planned."""
         if self.stream is not None:
             step_spec = replace(self.spec, global_batch_size=None)
-            return plan_stream(
-                counts.lengths, replace(self.stream, plan=step_spec), counts.num_trained
-            )
+            images = None
+            if counts.image_tokens is not None and counts.image_work is not None:
+                images = np.stack([counts.image_tokens, counts.image_work.astype(np.int64)], axis=1)
+            stream = replace(self.stream, plan=step_spec)
+            return plan_stream(counts.lengths, stream, counts.num_trained, images)
         if self.method == "ranks before microbatches":
             return plan_ranks_first(counts, self.spec)
         return plan_batch(counts, self.spec, shared_prefix=self.shares_prefixes, warn=False)

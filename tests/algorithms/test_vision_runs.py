@@ -156,6 +156,24 @@ def test_a_run_with_images_equals_single_rows_in_transformers(
     assert steps[3]["policy/loss"] < steps[0]["policy/loss"] - 0.1
 
 
+@pytest.mark.parametrize("kind", usually(("online", "pool", "token_budget", "dyn_bsz"), "online"))
+def test_streamed_rows_with_images_equal_single_rows_in_transformers(
+    tmp_path: Path, kind: str
+) -> None:
+    save_tiny_vision_model("qwen3_vl", tmp_path / "model")
+    write_data(tmp_path)
+    options = (f"data.batching.kind={kind}", "policy.vision.train=all", "sft.max_num_epochs=1")
+    result = run_sft(config(tmp_path, *options, "policy.sequence_packing.train_mb_tokens=1024"))
+    (step,) = read_metrics(result.directory.path)
+    loss, norm = plain_loss(tmp_path)
+    assert step["policy/loss"] == pytest.approx(loss, rel=1e-5)
+    assert step["policy/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    # 4 patches for each of 6, 6, 4, 15 and 2 image tokens; the first two are one image.
+    assert step["data/num_images"] == 5
+    assert step["data/num_patches"] == 4 * step["data/num_image_tokens"]
+    assert step["data/num_unique_patches"] == step["data/num_patches"] - 4 * 6
+
+
 @pytest.mark.parametrize(
     ("model_type", "train"),
     [pytest.param("qwen2_5_vl", "frozen", marks=pytest.mark.exhaustive), ("qwen3_vl", "projector")],

@@ -335,6 +335,8 @@ def on_ranks(
     # One microbatch is the most frequent step of an aligned rank; it needs no assignment.
     if bins.num_bins > 1 or spec.bins_multiple > 1:
         work = work_of_bins(bins, fitted.padded_lengths, fitted.num_trained, spec)
+        if work is not None and fitted.image_work is not None:
+            work = work + bins.loads(fitted.image_work)
         step = assign_to_ranks(bins, work, spec)
     step = in_execution_order(step, fitted, spec)
     num_assigned = step.num_bins // spec.num_ranks
