@@ -71,10 +71,11 @@ def form_step(
     # Items to positions in `rows`, then to row ids.
     bins = step.expand(items.rows)
     bins = Packing(rows[bins.perm], bins.offsets)
-    if fitted.image_work is not None and groups is None and spec.sync == "microbatch":
+    image_work = fitted.image_work if spec.layout == "packed" else None
+    if image_work is not None and groups is None and spec.sync == "microbatch":
         language = row_work(fitted.padded_lengths, spec, fitted.num_trained)
         if language is not None:
-            costs = RowCosts(sizes, fitted.image_work, language)
+            costs = RowCosts(sizes, image_work, language)
             bins = exchange_rows(bins, costs, spec.num_ranks, spec.capacity)
     return in_execution_order(bins, fitted, spec)
 
