@@ -167,9 +167,9 @@ def test_streamed_rows_with_images_equal_single_rows_in_transformers(
     loss, norm = plain_loss(tmp_path)
     assert step["policy/loss"] == pytest.approx(loss, rel=1e-5)
     assert step["policy/grad_norm"] == pytest.approx(norm, rel=1e-4)
-    # 4 patches for each of 6, 6, 4, 15 and 2 image tokens; the first two are one image.
+    # 6, 4, 15, 3 and again 6 image tokens of 4 patches; the first and the last are one image.
     assert step["data/num_images"] == 5
-    assert step["data/num_patches"] == 4 * step["data/num_image_tokens"]
+    assert step["data/num_patches"] == 4 * step["data/num_image_tokens"] == 4 * 34
     assert step["data/num_unique_patches"] == step["data/num_patches"] - 4 * 6
 
 
@@ -240,9 +240,9 @@ def test_rows_without_images_keep_the_tower(tmp_path: Path) -> None:
 def test_a_row_that_is_too_long_has_its_image_tokens_in_the_error(tmp_path: Path) -> None:
     save_tiny_vision_model("qwen3_vl", tmp_path / "model")
     write_data(tmp_path)
-    text = r"train.jsonl:3: the row has \d+ tokens, 21 of them of 3 images, policy.max_total"
+    text = r"train.jsonl:3: the row has \d+ tokens, 22 of them of 3 images, policy.max_total"
     with pytest.raises(ConfigError, match=text):
-        run_sft(config(tmp_path, "policy.max_total_sequence_length=90"))
+        run_sft(config(tmp_path, "policy.max_total_sequence_length=60"))
 
 
 def test_validate_lists_bad_images_with_row_and_file(tmp_path: Path) -> None:
