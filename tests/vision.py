@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    AutoImageProcessor,
     AutoModelForImageTextToText,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
@@ -69,6 +74,21 @@ def _wide(model_type: str, head_dim: int) -> tuple[dict[str, Any], dict[str, Any
     sizes = {"head_dim": head_dim, "hidden_size": width}
     tower_sizes = {"hidden_size": 2 * head_dim, "out_hidden_size": width}
     return sizes | {"rope_parameters": rope | {"mrope_section": section}}, tower | tower_sizes
+
+
+@contextmanager
+def true_float64() -> Iterator[None]:
+    """Have code that names float32 compute in float64: norms, rotary embeddings, log-probs."""
+    default = torch.get_default_dtype()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        for name in ("float32", "float"):
+            patch.setattr(torch, name, torch.float64)
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(default)
 
 
 def tiny_vision_model(
@@ -156,3 +176,44 @@ def save_tiny_vision_model(model_type: str, directory: Path, *, head_dim: int = 
     }
     (directory / "preprocessor_config.json").write_text(json.dumps(processor))
     return model
+
+
+def picture_inputs(model_dir: Path, paths: Sequence[Path]) -> tuple[dict[str, Any], list[int]]:
+    """Arguments of transformers for pictures, and the image tokens of each; none without any."""
+    if not paths:
+        return {}, []
+    processor = AutoImageProcessor.from_pretrained(model_dir, use_fast=False)
+    pictures = [Image.open(path).convert("RGB") for path in paths]
+    options = dict(processor(images=pictures, return_tensors="pt"))
+    return options, (options["image_grid_thw"].prod(1) // 4).tolist()
+
+
+def expanded_ids(tokenizer: Any, text: str, counts: list[int]) -> list[int]:
+    """Ids of a text with all tokens of its images, whose numbers are taken from `counts`."""
+    ids: list[int] = []
+    for token in tokenizer(text).input_ids:
+        ids += [token] * (counts.pop(0) if token == IMAGE_TOKEN else 1)
+    return ids
+
+
+def logits_of(model: Any, ids: Sequence[int], options: dict[str, Any]) -> torch.Tensor:
+    """Logits [L, V] of one row by transformers, with the `options` of its pictures."""
+    tokens = torch.tensor([list(ids)])
+    types = {"mm_token_type_ids": (tokens == IMAGE_TOKEN).int()} if options else {}
+    return model(input_ids=tokens, **options, **types).logits[0]
+
+
+@contextmanager
+def trained_patches() -> Iterator[list[int]]:
+    """The patches of each forward pass of a tower that is trained, in this process."""
+    found: list[int] = []
+
+    def count(module: torch.nn.Module, arguments: Any, output: Any) -> None:
+        if type(module).__name__.endswith("VisionModel") and torch.is_grad_enabled():
+            found.append(len(arguments[0]))
+
+    hook = torch.nn.modules.module.register_module_forward_hook(count)
+    try:
+        yield found
+    finally:
+        hook.remove()

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from nemo_like.data.image_encoding import ImageEncoder
+    from nemo_like.models.vision import VisionSpec
 
 _CLOSED_THOUGHT = re.compile(r"\s*(</\w+>|\[/\w+\])\s*")
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -86,6 +87,11 @@ class ChatEncoder:
         """Whether the template of rows with tools has `{% generation %}` blocks."""
         self._bos_text = _bos_text(tokenizer)
         self._roles = template_roles(tokenizer.chat_template)
+
+    @property
+    def vision(self) -> VisionSpec | None:
+        """The vision tower of a model that is trained with images."""
+        return None if self.images is None else self.images.spec
 
     def without_prompts(self) -> ChatEncoder:
         """Return an encoder for complete messages, to which no prompt is added."""

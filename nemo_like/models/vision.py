@@ -123,19 +123,38 @@ class VisionSpec:
     def num_params(self) -> int:
         """All parameters of the tower."""
         hidden, inner = self.hidden_size, self.intermediate_size
-        merged = self.merge_size**2 * hidden
-        is_gated = _IS_GATED[self.model_type]
-        # RMSNorm has a weight, LayerNorm a bias as well.
-        norm = hidden if is_gated else 2 * hidden
-        biases = 5 * hidden + (2 * inner if is_gated else inner)
-        layer = hidden * (4 * hidden + self.num_mlp_matrices * inner) + biases + 2 * norm
-        patch = 3 * self.temporal_patch_size * self.patch_size**2 * hidden
-        if not is_gated:
-            patch += hidden
+        biases = 5 * hidden + (2 * inner if _IS_GATED[self.model_type] else inner)
+        layer = hidden * (4 * hidden + self.num_mlp_matrices * inner) + biases
+        layer += 2 * self._norm_params
+        return self.root_params + self.depth * layer
+
+    @property
+    def _norm_params(self) -> int:
+        """RMSNorm has a weight, LayerNorm a bias as well."""
+        return self.hidden_size * (1 if _IS_GATED[self.model_type] else 2)
+
+    @property
+    def projector_params(self) -> int:
+        """Parameters that merge patches to image tokens, also those of `deepstack`."""
+        merged = self.merge_size**2 * self.hidden_size
         merger = merged * (merged + 1) + (merged + 1) * self.out_hidden_size
         # Those of `deepstack` normalize merged patches.
-        deep = self.num_deepstack * (merger + self.merge_size**2 * norm)
-        return patch + self.num_positions * hidden + self.depth * layer + merger + norm + deep
+        deep = self.num_deepstack * (merger + self.merge_size**2 * self._norm_params)
+        return merger + self._norm_params + deep
+
+    @property
+    def root_params(self) -> int:
+        """Parameters outside of the repeated blocks."""
+        patch = 3 * self.temporal_patch_size * self.patch_size**2 * self.hidden_size
+        if not _IS_GATED[self.model_type]:
+            patch += self.hidden_size
+        return patch + self.num_positions * self.hidden_size + self.projector_params
+
+    @property
+    def patch_bytes(self) -> int:
+        """Bytes of the pixels of an image token on a device: 8 bits, and normalized in float32."""
+        pixels = 3 * (self.merge_size * self.patch_size) ** 2
+        return pixels * (1 + 4 * self.temporal_patch_size)
 
     def image_tokens(self, grids: np.ndarray) -> np.ndarray:
         """Return the image tokens of each image, int64 [n]."""

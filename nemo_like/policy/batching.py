@@ -14,12 +14,13 @@ from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.images import RowImage
 from nemo_like.data.planning.prefixes import SharedPrefixMode
 from nemo_like.data.planning.spec import CostModel, PlanSpec
-from nemo_like.data.planning.token_counts import TokenCounts
+from nemo_like.data.planning.token_counts import TokenCounts, count_image_tokens
 from nemo_like.data.streaming.selection import Selection
 from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.models.spec import ModelSpec
+from nemo_like.models.vision import VisionSpec
 from nemo_like.parallel_layout import ParallelLayout
-from nemo_like.prediction.memory import Activations
+from nemo_like.prediction.memory import MemoryModel
 from nemo_like.prediction.placement import policy_placement
 
 Purpose = Literal["train", "evaluate"]
@@ -69,7 +70,8 @@ def plan_spec(
         )
     if packing.enabled:
         if model is not None and model.vision is not None and purpose == "train":
-            common["image_weight"] = image_weight(config, parallel_layout, model)
+            placement = policy_placement(config, parallel_layout, needs_reference=False)
+            common["image_weight"] = MemoryModel(model, placement).image_weight
         return PlanSpec(
             layout="packed",
             algorithm=packing.algorithm,
@@ -86,36 +88,26 @@ def plan_spec(
     return PlanSpec(layout="padded", **common)
 
 
-def image_weight(config: PolicyConfig, layout: ParallelLayout, model: ModelSpec) -> float:
-    """Return the memory of an image token in a trained tower, in tokens of the language model."""
-    if model.vision is None or config.vision.train == "frozen":
-        return 0.0
-    placement = policy_placement(config, layout, needs_reference=False)
-    language = model.num_layers * Activations(model, placement).saved_bytes
-    is_trained = config.vision.train == "all"
-    saved = model.vision.saved_bytes(
-        itemsize=placement.compute_bytes, recomputed=config.activation_checkpointing != "none"
-    )
-    return round(saved / language, 3) if is_trained else 0.0
-
-
 def with_image_work(
     counts: TokenCounts,
     images: Sequence[Sequence[RowImage]],
     config: PolicyConfig,
-    model: ModelSpec,
+    spec: VisionSpec | None,
 ) -> TokenCounts:
-    """Return the counts of rows with the forward FLOPs of the tower for the images of each row.
+    """Return the counts of rows with the tokens of the images of each row, and the forward FLOPs
+    of the tower for them.
 
     A frozen tower has no backward pass, which takes two thirds of the time of a step.
     """
-    if model.vision is None or counts.image_tokens is None:
+    image_tokens = count_image_tokens(images)
+    if spec is None or image_tokens is None:
         return counts
     grids = [image.grid for row in images for image in row]
-    flops = model.vision.flops(np.array(grids, dtype=np.int64))
+    flops = spec.flops(np.array(grids, dtype=np.int64))
     row_ids = np.repeat(np.arange(len(images)), [len(row) for row in images])
     work = np.bincount(row_ids, weights=flops, minlength=len(images))
-    return replace(counts, image_work=work / (3 if config.vision.train == "frozen" else 1))
+    work /= 3 if config.vision.train == "frozen" else 1
+    return replace(counts, image_tokens=image_tokens, image_work=work)
 
 
 def shared_prefix_mode(config: PolicyConfig, model: ModelSpec | None) -> SharedPrefixMode:

@@ -134,11 +134,15 @@ class Policy:
         `policy.train_global_batch_size` counts episodes.
         """
         may_share = self._shared_prefix is not False and self._spec(purpose).layout == "packed"
-        counts = TokenCounts.of_batch(batch, with_prefixes=may_share)
-        counts = with_image_work(counts, batch.get("images", ()), self.config, self.model)
+        counts = self.count_tokens(batch, with_prefixes=may_share)
         return self.plan(
             counts, purpose, batch.get("pair"), episodes=batch.get("episode"), warn=warn
         )
+
+    def count_tokens(self, batch: Mapping[str, Any], *, with_prefixes: bool) -> TokenCounts:
+        """Count the tokens of a batch; see `TokenCounts.of_batch`. The work of images is known."""
+        counts = TokenCounts.of_batch(batch, with_prefixes=with_prefixes)
+        return with_image_work(counts, batch.get("images", ()), self.config, self.model.vision)
 
     @property
     def _shared_prefix(self) -> SharedPrefixMode:

@@ -72,9 +72,11 @@ class Strategy:
         """Plan rows. Raises ValueError for rows that cannot be planned."""
         if self.stream is not None:
             step_spec = replace(self.spec, global_batch_size=None)
-            return plan_stream(
-                counts.lengths, replace(self.stream, plan=step_spec), counts.num_trained
-            )
+            images = None
+            if counts.image_tokens is not None and counts.image_work is not None:
+                images = np.stack([counts.image_tokens, counts.image_work.astype(np.int64)], axis=1)
+            stream = replace(self.stream, plan=step_spec)
+            return plan_stream(counts.lengths, stream, counts.num_trained, images)
         if self.method == "ranks before microbatches":
             return plan_ranks_first(counts, self.spec)
         return plan_batch(counts, self.spec, shared_prefix=self.shares_prefixes, warn=False)
@@ -119,8 +121,8 @@ class Outcome:
     def real_work(self) -> np.ndarray:
         """Work of each microbatch without padding, float64 [R, M]."""
         plan = self.plan
-        cost = plan.spec.cost
-        return by_microbatch(plan, cost.of(plan.lengths, plan.num_trained, plan.shared))
+        language = plan.spec.cost.of(plan.lengths, plan.num_trained, plan.shared)
+        return by_microbatch(plan, language + plan.computed_image_work)
 
     @cached_property
     def metrics(self) -> dict[str, float]:
@@ -197,7 +199,26 @@ class Outcome:
     @property
     def largest_microbatch(self) -> int:
         """Tokens, padding included, of the largest microbatch, which determines peak memory."""
-        return int(self.plan.num_tokens.max())
+        return int(self.plan.num_tokens.ravel()[self._largest])
+
+    @property
+    def image_share(self) -> float:
+        """Share of the tokens of the largest microbatch that are of images."""
+        return float(self._image_tokens.ravel()[self._largest] / self.largest_microbatch)
+
+    @property
+    def _largest(self) -> int:
+        """Index of the microbatch with the most tokens and activations of images."""
+        sizes = self.plan.num_tokens + self.plan.spec.image_weight * self._image_tokens
+        return int(sizes.argmax())
+
+    @property
+    def _image_tokens(self) -> np.ndarray:
+        """Tokens of images in each microbatch, int64 [R, M], without those of shared tokens."""
+        plan = self.plan
+        if plan.image_tokens is None:
+            return np.zeros_like(plan.num_tokens)
+        return by_microbatch(plan, np.minimum(plan.image_tokens, plan.computed_lengths))
 
     @property
     def keys_per_token(self) -> float:
@@ -405,7 +426,8 @@ def microbatch_work(plan: BatchPlan, cost: CostModel) -> np.ndarray:
     without_loss = np.zeros_like(num_tail_tokens)
     tail_work = cost.products(num_tail_tokens, without_loss)
     dummy_work = cost.of(plan.num_tokens, without_loss)
-    return work + np.where(work > 0, tail_work, dummy_work)
+    images = by_microbatch(plan, plan.computed_image_work)
+    return work + np.where(work > 0, tail_work, dummy_work) + images
 
 
 def step_times(
@@ -435,7 +457,10 @@ def ideal_times(plan: BatchPlan, cost: CostModel) -> np.ndarray:
 
     It is a lower bound of the step time of every plan that computes all rows completely.
     """
-    work = by_microbatch(plan, cost.of(plan.lengths, plan.num_trained)).sum(axis=0)
+    complete = cost.of(plan.lengths, plan.num_trained)
+    if plan.image_work is not None:
+        complete = complete + plan.image_work
+    work = by_microbatch(plan, complete).sum(axis=0)
     step_work = np.add.reduceat(work, plan.step_offsets[:-1])
     return step_work / plan.spec.num_ranks
 
@@ -475,6 +500,7 @@ def time_bounds(plan: BatchPlan, cost: CostModel) -> np.ndarray:
         # A row above the capacity runs alone; the bounds need it to fit.
         lengths = np.minimum(padded, capacity)
         work = cost.of(padded, None if plan.num_trained is None else plan.num_trained[rows])
+        work = work + plan.computed_image_work[rows]
         num_microbatches = stop - start
         if spec.sync == "microbatch":
             bound = lockstep_bound(lengths, work, capacity, spec.num_ranks, num_microbatches)

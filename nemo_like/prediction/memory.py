@@ -37,6 +37,10 @@ class MemoryModel:
     """Keys that attention reads per token of a microbatch: a row with a shared prefix reads copies
     of its keys.
     """
+    image_share: float | None = None
+    """Share of the tokens of a microbatch that are of images. None: any, and `max_tokens` is a
+    limit that counts an image token `image_weight` times more.
+    """
 
     def peak(self, max_tokens: int) -> float:
         """Return the peak bytes with microbatches of up to `max_tokens`."""
@@ -44,10 +48,36 @@ class MemoryModel:
 
     def parts(self, max_tokens: int) -> dict[str, float]:
         """Return part -> bytes at the moment of the peak, in the order of the charts."""
+        if self.spec.vision is None:
+            return self._parts(max_tokens, 0.0)
+        if self.image_share is not None:
+            return self._parts(max_tokens, self.image_share * max_tokens)
+        # Text alone has the most logits, images alone the most pixels.
+        tokens = max_tokens / (1 + self.image_weight)
+        either = (self._parts(max_tokens, 0.0), self._parts(tokens, tokens))
+        return max(either, key=lambda parts: sum(parts.values()))
+
+    @property
+    def image_weight(self) -> float:
+        """Activations of an image token in a trained tower over those of a token of the language
+        model; 0 for another tower, which keeps none.
+
+        Each rank of context parallelism computes all images of its rows.
+        """
+        place = self.placement
+        if self.spec.vision is None or place.trained_vision != "all":
+            return 0.0
+        recomputed = place.activation_checkpointing != "none"
+        saved = self.spec.vision.saved_bytes(itemsize=place.compute_bytes, recomputed=recomputed)
+        language = self.spec.num_layers * self.activations.saved_bytes
+        return round(place.parallel_layout.cp * saved / language, 3)
+
+    def _parts(self, max_tokens: float, image_tokens: float) -> dict[str, float]:
+        """See `parts`; `image_tokens` of the tokens are of images."""
         # The first stage has the most microbatches in flight, the last one the logits; the stages
         # between have less of both.
         stages = {0, self.placement.parallel_layout.pp - 1}
-        parts_of_stages = [self._stage(max_tokens, stage) for stage in stages]
+        parts_of_stages = [self._stage(max_tokens, image_tokens, stage) for stage in stages]
         if self.placement.teachers:
             # A teacher computes beside the state of the policy and without its activations.
             tokens = max_tokens / self.placement.parallel_layout.cp
@@ -111,7 +141,7 @@ class MemoryModel:
             return 9
         return 6 if self.placement.compute_bytes == 2 else 4
 
-    def _stage(self, max_tokens: int, stage: int) -> dict[str, float]:
+    def _stage(self, max_tokens: float, image_tokens: float, stage: int) -> dict[str, float]:
         """Return part -> bytes of one pipeline stage at its peak in training."""
         parallel_layout = self.placement.parallel_layout
         is_last = stage == parallel_layout.pp - 1
@@ -119,6 +149,10 @@ class MemoryModel:
         parts = self._stage_state(stage)
         saved = self.activations.saved_bytes
         parts["activations"] = tokens * self._stage_layers * saved * self.num_in_flight(stage)
+        if self.spec.vision is not None:
+            language = self.spec.num_layers * saved / parallel_layout.cp
+            per_token = self.spec.vision.patch_bytes + self.image_weight * language
+            parts["images"] = image_tokens * per_token
         peaks = {"backward": self._backward(tokens, is_last)}
         if is_last and self.spec.head == "vocabulary":
             peaks["logits"] = self._logits(tokens)
@@ -173,6 +207,9 @@ class MemoryModel:
         master_bytes = 4 if engine.has_master_copy and size == 2 else 0
         quantized = self._quantized_params
         frozen, trained = self._frozen_and_trained(params, head)
+        tower_frozen, tower_trained = self._tower_params
+        frozen, trained = frozen + tower_frozen, trained + tower_trained
+        params += tower_frozen + tower_trained
         shards = place.num_shards
         if not engine.shards_weights:
             parts = {"weights": size * (frozen + trained), "gradients": 4 * trained}
@@ -199,15 +236,27 @@ class MemoryModel:
             # reduction (float32). Their shards are created after the last backward.
             layer = self.spec.layer_params / place.parallel_layout.tp
             others = self._stage_layers * (layer - place.gathered_layer_params(self.spec))
-            num_gradients = trained if place.has_adapters else params - others
+            num_gradients = trained if place.has_adapters else params - others - tower_frozen
             parts["gathered weights"] = size * (frozen + trained - others)
             parts["gradients"] = 4 * num_gradients
         else:
             layer = place.gathered_layer_params(self.spec) - quantized
+            # The root of the model has the projector of images as well as the output embedding.
+            root = head + (0 if self.spec.vision is None else self.spec.vision.root_params)
             parts["gathered weights"] = size * (
-                head + 2 * (layer + place.adapter_params(self.spec))
+                root + 2 * (layer + place.adapter_params(self.spec))
             )
         return parts
+
+    @property
+    def _tower_params(self) -> tuple[float, float]:
+        """Frozen and trained parameters of a vision tower, which every rank computes completely."""
+        vision = self.spec.vision
+        if vision is None:
+            return 0.0, 0.0
+        trained = {"frozen": 0, "projector": vision.projector_params, "all": vision.num_params}
+        num_trained = trained[self.placement.trained_vision]
+        return vision.num_params - num_trained, num_trained
 
     def _frozen_and_trained(self, params: float, head: float) -> tuple[float, float]:
         """Return the numbers of frozen and trained parameters of a stage and rank; see `_state`.

@@ -74,6 +74,8 @@ class Placement:
     freeze: tuple[str, ...] = ()
     """Patterns of the names of weights that are not trained."""
     has_ema: bool = False
+    trained_vision: Literal["frozen", "projector", "all"] = "frozen"
+    """What is trained of a vision tower (`policy.vision.train`)."""
     teachers: tuple[ModelSpec, ...] = ()
     """The teachers of distillation."""
     keeps_teacher_embeddings: bool = False
@@ -186,6 +188,7 @@ def policy_placement(
         optimizer=policy.optimizer.name,
         freeze=policy.freeze,
         has_ema=policy.ema.enabled,
+        trained_vision=policy.vision.train,
         teachers=teachers,
         keeps_teacher_embeddings=bool(teachers) and keeps_teacher_embeddings,
     )

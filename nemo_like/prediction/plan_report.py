@@ -121,6 +121,7 @@ class PlanReport:
         memory = self.memory
         if request.memory_gib is None:
             return None
+        memory = replace(memory, image_share=None)
         multiple = math.lcm(BUDGET_MULTIPLE, self.spec.total_multiple)
         usable = usable_bytes(request.memory_gib)
         useful = max_useful_tokens(self.lengths, request.spec, multiple)
@@ -133,8 +134,15 @@ class PlanReport:
 
     def peak_bytes(self, outcome: Outcome) -> float:
         """Return the predicted peak memory of one GPU, reached by the largest microbatch."""
-        memory = replace(self.memory, keys_per_token=outcome.keys_per_token)
+        keys, share = outcome.keys_per_token, outcome.image_share
+        memory = replace(self.memory, keys_per_token=keys, image_share=share)
         return memory.peak(outcome.largest_microbatch)
+
+    def parts(self, max_tokens: int) -> dict[str, float]:
+        """Return part -> bytes for the largest microbatch planned, or for another budget."""
+        is_planned = max_tokens == self.comparison.chosen.largest_microbatch
+        memory = self.memory if is_planned else replace(self.memory, image_share=None)
+        return memory.parts(max_tokens)
 
 
 def make_plan(request: PlanRequest) -> PlanReport:
@@ -155,7 +163,12 @@ def make_plan(request: PlanRequest) -> PlanReport:
         request=request,
         lengths=counts.lengths,
         comparison=comparison,
-        memory=MemoryModel(request.model, request.placement, comparison.chosen.keys_per_token),
+        memory=MemoryModel(
+            request.model,
+            request.placement,
+            comparison.chosen.keys_per_token,
+            comparison.chosen.image_share,
+        ),
         notes=(*request.notes, *notes),
     )
 
@@ -257,7 +270,11 @@ def _apply_oversize(request: PlanRequest, counts: TokenCounts) -> tuple[TokenCou
         kept = np.minimum(lengths, spec.max_row_tokens)
         num_trained = trained_after_truncation(counts.num_trained, lengths, kept)
         prefixes = None if counts.prefixes is None else counts.prefixes.limited(kept)
-        return TokenCounts(kept, num_trained, prefixes), [f"{text} and their ends are removed"]
+        images = None if counts.image_tokens is None else np.minimum(counts.image_tokens, kept)
+        counts = replace(
+            counts, lengths=kept, num_trained=num_trained, prefixes=prefixes, image_tokens=images
+        )
+        return counts, [f"{text} and their ends are removed"]
     kept = np.flatnonzero(~is_over)
     if not len(kept):
         raise ConfigError(f"{text}, so none is left; raise it to {longest:,}")
@@ -271,7 +288,10 @@ def _outcome_with(outcome: Outcome, max_tokens: int) -> Outcome:
     spec = outcome.strategy.spec.with_budget(max_tokens, None)
     strategy = replace(outcome.strategy, spec=spec)
     # The plan has lengths in execution order; planning needs them in the order of the rows.
-    in_order = TokenCounts(outcome.plan.lengths, outcome.plan.num_trained)
-    counts = in_order.take(np.argsort(outcome.plan.rows))
-    plan = strategy.plan(replace(counts, prefixes=outcome.plan.prefixes))
+    done = outcome.plan
+    in_order = TokenCounts(
+        done.lengths, done.num_trained, image_tokens=done.image_tokens, image_work=done.image_work
+    )
+    counts = in_order.take(np.argsort(done.rows))
+    plan = strategy.plan(replace(counts, prefixes=done.prefixes))
     return replace(outcome, strategy=strategy, plan=plan, max_tokens=max_tokens)

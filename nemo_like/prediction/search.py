@@ -153,6 +153,7 @@ def _bound_seconds(request: PlanRequest) -> float:
     duration = request.duration
     counts = request.rows.counts
     work = request.spec.cost.of(counts.lengths, counts.num_trained).sum()
+    work += 0.0 if counts.image_work is None else counts.image_work.sum()
     work += request.overheads["token_work"] * counts.lengths.sum()
     num_steps = math.ceil(len(counts.lengths) / request.batch_size)
     num_flops = work / request.spec.cost.linear * duration.token_flops

@@ -334,7 +334,7 @@ def memory_table(report: PlanReport) -> TextTable:
     """Return the table with one part of the memory per row and one budget per column."""
     unit, size = memory_unit(report)
     budgets = list(memory_budgets(report))
-    columns = [report.memory.parts(budget) for budget in budgets]
+    columns = [report.parts(budget) for budget in budgets]
     # A part may be missing for one budget: the peak is in the logits or in the backward pass.
     names = dict.fromkeys(name for parts in columns for name in parts)
     rows = []
@@ -419,12 +419,11 @@ def _outcome(outcome: Outcome, report: PlanReport) -> dict[str, Any]:
 
 
 def _memory(report: PlanReport) -> dict[str, Any]:
-    memory = report.memory
     largest = report.comparison.chosen.largest_microbatch
     record: dict[str, Any] = {
         "tokens": largest,
-        "bytes": memory.parts(largest),
-        "peak_bytes": memory.peak(largest),
+        "bytes": report.parts(largest),
+        "peak_bytes": report.memory.peak(largest),
     }
     recommendation = report.recommendation
     if recommendation is None or report.request.memory_gib is None:
@@ -438,7 +437,7 @@ def _memory(report: PlanReport) -> dict[str, Any]:
         "recommended_max_tokens": budget,
         "enough_max_tokens": recommendation.max_useful_tokens,
         # A budget of 0 means that nothing fits; then there are no bytes to show.
-        "recommended_bytes": memory.parts(budget) if budget else None,
+        "recommended_bytes": report.parts(budget) if budget else None,
         "recommended_step_time": outcome and outcome.step_time,
         "recommended_microbatches_per_step": outcome and outcome.num_microbatches,
     }

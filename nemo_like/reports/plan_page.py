@@ -43,7 +43,8 @@ _PARTS = (
 )
 _PART_COLORS = {
     **{name: COLORS[index] for index, name in enumerate(_PARTS)},
-    # Two parts that are never in one bar with the ones above.
+    # Parts that are never in one bar with the ones above.
+    "images": COLORS[_PARTS.index("teacher")],
     "teacher embeddings": COLORS[_PARTS.index("teacher")],
     "backward": COLORS[_PARTS.index("logits")],
 }
@@ -147,7 +148,7 @@ def _memory_chart(report: PlanReport) -> Chart:
     bars = {}
     notes = []
     for budget, description in memory_budgets(report).items():
-        parts = report.memory.parts(budget)
+        parts = report.parts(budget)
         bars[f"{budget:,} tokens"] = {name: number / size for name, number in parts.items()}
         peak = sum(parts.values()) / size
         notes.append(f"{budget:,} tokens ({description}): {peak:.1f} {unit}")

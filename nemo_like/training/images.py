@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from nemo_like.config.check import padding_multiples
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.needs import RunNeeds
 from nemo_like.config.paths import model_directory
@@ -49,6 +50,10 @@ def check_trains_images(
 ) -> None:
     """Raise ConfigError for a run that cannot train a model with a vision tower."""
     subject = f"policy.model_name is {policy.model_name!r}, a model of type {model_type}"
+    budget = policy.sequence_packing.train_mb_tokens
+    multiples = padding_multiples(layout, policy.sequence_packing)
+    longest = multiples.tokens_of_row(policy.max_total_sequence_length)
+    longest *= needs.batch.rows_per_example
     refused = {
         "policy.engine=megatron": policy.engine != "dtensor",
         f"the job {needs.job}": not needs.trains_images,
@@ -62,6 +67,11 @@ def check_trains_images(
         "pipeline parallelism (parallel.pipeline)": layout.pp > 1,
         "padded rows: set policy.sequence_packing.enabled=true": (
             not policy.sequence_packing.enabled
+        ),
+        # The planner would cut a row inside of an image.
+        f"rows cut to policy.sequence_packing.train_mb_tokens={budget}: set it to {longest} or"
+        " more, or policy.max_total_sequence_length lower": (
+            policy.oversize_rows == "truncate" and budget < longest
         ),
     }
     for text, is_refused in refused.items():

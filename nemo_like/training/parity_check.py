@@ -27,7 +27,6 @@ from nemo_like.config.paths import model_directory
 from nemo_like.config.schema import ClusterConfig, ParallelConfig, PolicyConfig
 from nemo_like.data.encoded_rows import cache_directory
 from nemo_like.models.pretrained import load_model_config
-from nemo_like.models.vision import VISION_TYPES
 from nemo_like.run.files import write_json
 from nemo_like.run.progress import Progress
 from nemo_like.run.versions import installed_versions
@@ -61,9 +60,6 @@ class ParityCheck:
         self._started_s = time.monotonic()
         if not policy.parity_check:
             logger.info("%s is false: the layout is not compared with transformers", _KEY)
-            return
-        if load_model_config(policy.model_name).model_type in VISION_TYPES:
-            logger.info("%s: models with a vision tower are not compared with transformers", _KEY)
             return
         run = checked_run(policy, parallel, build_layout(parallel, num_policy_workers(cluster)).dp)
         self._kept = cache_directory("parity") / f"{_digest(run)}.json"
@@ -149,7 +145,7 @@ def _digest(run: TinyRun) -> str:
     model_config = load_model_config(run.policy.model_name).to_dict()
     anywhere = replace(run, policy=replace(run.policy, model_name="-"))
     key = repr((sorted(model_config.items()), anywhere, installed_versions())).encode()
-    for part in ("models", "policy", "training"):
+    for part in ("data", "models", "policy", "training"):
         for path in sorted(Path(__file__).parents[1].glob(f"{part}/**/*.py")):
             key += path.read_bytes()
     return hashlib.blake2b(key, digest_size=16).hexdigest()

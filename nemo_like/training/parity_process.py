@@ -21,6 +21,7 @@ from nemo_like.config.build import build_config
 from nemo_like.config.errors import ConfigError
 from nemo_like.models.pretrained import load_model_config
 from nemo_like.models.tiny import save_tiny_copy
+from nemo_like.models.vision import VISION_TYPES
 from nemo_like.parallel_layout import LayoutError
 from nemo_like.run.files import write_json
 from nemo_like.training import parity
@@ -49,7 +50,9 @@ def _outcomes(run: TinyRun, folder: Path, pool: ProcessPoolExecutor) -> Iterator
 
     Raises ConfigError or LayoutError if there is no such copy.
     """
-    model_config = load_model_config(run.policy.model_name).get_text_config()
+    model_config = load_model_config(run.policy.model_name)
+    if model_config.model_type not in VISION_TYPES:
+        model_config = model_config.get_text_config()
     model = save_tiny_copy(model_config, run.parallel, folder / "model")
     run = replace(run, policy=replace(run.policy, model_name=str(folder / "model")))
     batch = parity.random_batch(model.config)
@@ -66,7 +69,9 @@ def _outcomes(run: TinyRun, folder: Path, pool: ProcessPoolExecutor) -> Iterator
     )
     end = "use another model, or train in spite of it with policy.parity_check=false"
     yield "different", f"{begin}To continue, {end}"
-    for part, keys, reduced in _reductions(run):
+    # Rows with images are packed only.
+    can_pad = model_config.model_type not in VISION_TYPES
+    for part, keys, reduced in _reductions(run, can_pad=can_pad):
         with suppress(ConfigError, LayoutError):
             if not difference(reduced, folder=folder / part.replace(" ", "_")):
                 yield "different", f"{begin}The cause is {part}: set {keys}, {end}"
@@ -80,7 +85,7 @@ _AXES: dict[str, Any] = {
 """Axis of a layout -> its value without it, in the order in which they are left out."""
 
 
-def _reductions(run: TinyRun) -> Iterator[tuple[str, str, TinyRun]]:
+def _reductions(run: TinyRun, *, can_pad: bool) -> Iterator[tuple[str, str, TinyRun]]:
     """Yield a part of a run, the keys that turn it off, and the run without it and those before."""
     model = Path(run.policy.model_name)
     if run.policy.activation_checkpointing != "none":
@@ -94,6 +99,8 @@ def _reductions(run: TinyRun) -> Iterator[tuple[str, str, TinyRun]]:
     if run.layout.dp > 1:
         run = tiny_run(run.policy, run.parallel, 1, model)
         yield "data parallelism", "one worker", run
+    if not can_pad:
+        return
     if run.policy.sequence_packing.enabled:
         run = replace(run, policy=in_mode(run.policy, "dynamic"))
         keys = "policy.sequence_packing.enabled=false and policy.dynamic_batching.enabled=true"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ from nemo_like.config.needs import RunNeeds
 from nemo_like.config.parallel import num_policy_workers
 from nemo_like.config.schema import ClusterConfig, DataConfig, PolicyConfig
 from nemo_like.data.chat import ChatEncoder
+from nemo_like.data.images import RowImage
 from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.data.planning.spec import CostModel
 from nemo_like.data.rows import Rows
@@ -122,6 +124,24 @@ def full_length_metrics(work: StepWork, config: PolicyConfig) -> Metrics:
         return {}
     num_full = float((work.lengths >= config.max_total_sequence_length).sum())
     return {"data/full_length_share": Mean(num_full, float(len(work.lengths)))}
+
+
+def image_metrics(images: Sequence[Sequence[RowImage]]) -> Metrics:
+    """Count the images of the rows of a step; nothing without any.
+
+    An image of several rows is one unique image. A microbatch computes it once.
+    """
+    found = [image for row in images for image in row]
+    if not found:
+        return {}
+    unique = {(image.image, image.grid) for image in found}
+    counts = {
+        "num_images": len(found),
+        "num_image_tokens": sum(image.num_tokens for image in found),
+        "num_patches": sum(math.prod(image.grid) for image in found),
+        "num_unique_patches": sum(math.prod(grid) for _, grid in unique),
+    }
+    return {f"data/{name}": Mean(float(count)) for name, count in counts.items()}
 
 
 TRAINED = "num_trained_tokens"

@@ -18,7 +18,6 @@ from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.loader import BatchLoader, Position
 from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.data.planning.spec import CostModel
-from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.policy.policy import Policy, ShardedBatch
 from nemo_like.run.directory import RunDirectory
@@ -26,7 +25,12 @@ from nemo_like.run.files import write_text
 from nemo_like.run.progress import Progress, Sample
 from nemo_like.training.files import RunFiles
 from nemo_like.training.groups import WorkersStart
-from nemo_like.training.reporting import StepWork, full_length_metrics, throughput_metrics
+from nemo_like.training.reporting import (
+    StepWork,
+    full_length_metrics,
+    image_metrics,
+    throughput_metrics,
+)
 from nemo_like.training.run_data import loader_metrics
 from nemo_like.training.saving import export_model
 from nemo_like.training.step_log import StepLog
@@ -102,11 +106,13 @@ class TrainingRun:
             write_text(self.files.directory.plan(step), plan.to_json() + "\n")
             self.progress.print_line(f"first batch: {plan}")
         # For `nemo-like plan --metrics`, which plans the steps of a past run again.
-        counts = replace(TokenCounts.of_batch(batch, with_prefixes=False), prefixes=plan.prefixes)
+        counts = self.policy.count_tokens(batch, with_prefixes=False)
+        counts = replace(counts, prefixes=plan.prefixes)
         record = {"step": step + 1, **counts.to_dict()}
         if "episode" in batch:
             record["episode"] = batch["episode"].tolist()
         self.files.lengths.append_json(record, f"the row lengths of step {step + 1}")
+        self.log.add(image_metrics(batch.get("images", ())))
         with self.log.timers("shard"):
             sharded = self.policy.shard(batch, plan)
         return plan, sharded

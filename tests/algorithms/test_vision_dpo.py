@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from nemo_like.algorithms.preferences.config import DpoRunConfig
 from nemo_like.algorithms.preferences.loop import run_dpo
@@ -19,7 +19,13 @@ from nemo_like.algorithms.registry import load_config
 from nemo_like.commands.validate import validate
 from tests.algorithms.test_runs import read_metrics
 from tests.algorithms.test_vision_runs import answer, image_part, text_part, write_data
-from tests.vision import IMAGE_TOKEN, save_tiny_vision_model
+from tests.vision import (
+    expanded_ids,
+    logits_of,
+    picture_inputs,
+    save_tiny_vision_model,
+    trained_patches,
+)
 
 BETA = 0.5
 WHAT = [image_part("a.png"), text_part("what?")]
@@ -34,6 +40,7 @@ ROWS: list[dict[str, Any]] = [
     },
     {"prompt": "none", "chosen": "no", "rejected": "yes"},
 ]
+IMAGE_TOKENS = {"a.png": 6, "b.png": 4, "e.png": 6}
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 PAIRS = [
     (["a.png"], f"{IMAGE}what?", ("a", "no")),
@@ -70,24 +77,13 @@ data: {{train_path: {paths[index]}, shuffle: false}}
 
 def completion_logprob(folder: Path, model: Any, pair: Any, completion: str) -> torch.Tensor:
     names, prompt, _ = pair
-    processor = AutoImageProcessor.from_pretrained(folder / "model", use_fast=False)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    options: dict[str, Any] = {}
-    counts: list[int] = []
-    if names:
-        pictures = [Image.open(folder / name).convert("RGB") for name in names]
-        options = dict(processor(images=pictures, return_tensors="pt"))
-        counts = (options["image_grid_thw"].prod(1) // 4).tolist()
-    ids: list[int] = []
+    options, counts = picture_inputs(folder / "model", [folder / name for name in names])
     text = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
-    for token in tokenizer(text).input_ids:
-        ids += [token] * (counts.pop(0) if token == IMAGE_TOKEN else 1)
     own = tokenizer(f"{completion}<|im_end|>").input_ids
-    tokens = torch.tensor([[*ids, *own]])
-    if names:
-        options["mm_token_type_ids"] = (tokens == IMAGE_TOKEN).int()
-    logits = model(input_ids=tokens, **options).logits[0]
-    losses = F.cross_entropy(logits[:-1], tokens[0, 1:], reduction="none")
+    ids = [*expanded_ids(tokenizer, text, counts), *own]
+    logits = logits_of(model, ids, options)
+    losses = F.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none")
     return -losses[-len(own) :].sum()
 
 
@@ -120,9 +116,14 @@ def test_a_step_equals_single_rows_in_transformers(folder: Path, index: int) -> 
     pairs = [[PAIRS[0], PAIRS[1], PAIRS[3]], [PAIRS[2]]][index]
     loss, norm = plain_step(folder, pairs)
     steps = {}
+    images = {name: 4 * size for name, size in IMAGE_TOKENS.items()}
+    unique = sum(images[name] for name in {name for pair in pairs for name in pair[0]})
     for shared in ("true", "false"):
         options = (f"policy.shared_prefix={shared}", f"run_name=run-{index}-{shared}")
-        result = run_dpo(config(folder, index, *options))
+        with trained_patches() as patches:
+            result = run_dpo(config(folder, index, *options))
+        # Both rows of a pair have the images of one.
+        assert patches == [unique] * 2
         steps[shared] = read_metrics(result.directory.path)
         assert steps[shared][0]["policy/loss"] == pytest.approx(loss, rel=1e-5)
         assert steps[shared][0]["policy/grad_norm"] == pytest.approx(norm, rel=1e-4)

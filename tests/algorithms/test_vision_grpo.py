@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.grpo.loop import run_grpo
@@ -27,7 +27,14 @@ from nemo_like.models.torchvision import torchvision_advice, torchvision_problem
 from nemo_like.rollout.records import RolloutRecord
 from tests.algorithms.test_runs import interrupt_at, read_metrics
 from tests.forked import Forked
-from tests.vision import IMAGE_TOKEN, save_tiny_vision_model
+from tests.vision import (
+    IMAGE_TOKEN,
+    expanded_ids,
+    logits_of,
+    picture_inputs,
+    save_tiny_vision_model,
+    trained_patches,
+)
 
 SIZES = {"a.png": (24, 16), "b.png": (16, 16), "c.png": (40, 24)}
 """6, 4 and 15 image tokens of 4 patches."""
@@ -97,19 +104,14 @@ logger: {{save_rollouts: true}}
 def plain_logprobs(folder: Path, record: RolloutRecord) -> list[np.ndarray]:
     """Log-probs of the tokens of each row, with transformers alone; 0 for the first."""
     model = AutoModelForImageTextToText.from_pretrained(folder / "model")
-    processor = AutoImageProcessor.from_pretrained(folder / "model", use_fast=False)
     result = []
     for row, ids in enumerate(record.columns["input_ids"]):
-        tokens = torch.from_numpy(ids.astype(np.int64))[None]
-        options: dict[str, Any] = {}
-        names = USED[row // GROUP]
-        if names:
-            pictures = [Image.open(folder / name) for name in names]
-            options = dict(processor(images=pictures, return_tensors="pt"))
-            options["mm_token_type_ids"] = (tokens == IMAGE_TOKEN).int()
+        paths = [folder / name for name in USED[row // GROUP]]
+        options, _ = picture_inputs(folder / "model", paths)
         with torch.no_grad():
-            logits = model(input_ids=tokens, **options).logits[0, :-1]
-        chosen = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+            logits = logits_of(model, ids.tolist(), options)[:-1]
+        tokens = torch.from_numpy(ids[1:].astype(np.int64))
+        chosen = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
         result.append(np.concatenate([[0.0], chosen.numpy()]))
     return result
 
@@ -118,15 +120,8 @@ def test_rollouts_and_training_have_the_log_probs_of_transformers(tmp_path: Path
     """A group computes its images once, and the generator gets a trained tower."""
     save_tiny_vision_model("qwen3_vl", tmp_path / "model")
     write_data(tmp_path)
-    trained: list[int] = []
-
-    def count(module: torch.nn.Module, arguments: Any, output: Any) -> None:
-        if type(module).__name__.endswith("VisionModel") and torch.is_grad_enabled():
-            trained.append(len(arguments[0]))
-
-    hook = torch.nn.modules.module.register_module_forward_hook(count)
-    result = run_grpo(config(tmp_path))
-    hook.remove()
+    with trained_patches() as trained:
+        result = run_grpo(config(tmp_path))
     # 4 patches for each of the image tokens of a.png, b.png and c.png, in each of two steps.
     assert trained == [4 * (6 + 4 + 15)] * 2
     with pytest.raises(ConfigError, match=r"step_1\.safetensors had images"):
@@ -233,18 +228,13 @@ def test_generate_answers_prompts_with_images(tmp_path: Path) -> None:
     arguments = ["generate", "--config", str(tmp_path / "grpo.yaml"), "--out", str(out)]
     options = ["policy.generation.top_k=1", "data.max_validation_rows=2", "--token-ids"]
     assert main([*arguments, *options]) == 0
-    processor = AutoImageProcessor.from_pretrained(tmp_path / "model", use_fast=False)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     image = "<|vision_start|><|image_pad|><|vision_end|>"
     texts = [f"{image}how many?", f"{image}how many?{image}"]
     for line, names, text in zip(out.read_text().splitlines(), USED, texts, strict=False):
-        pictures = [Image.open(tmp_path / name) for name in names]
-        inputs = dict(processor(images=pictures, return_tensors="pt"))
-        counts = (inputs["image_grid_thw"].prod(1) // 4).tolist()
+        inputs, counts = picture_inputs(tmp_path / "model", [tmp_path / name for name in names])
         prompt = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
-        ids: list[int] = []
-        for token in tokenizer(prompt)["input_ids"]:
-            ids += [token] * (counts.pop(0) if token == IMAGE_TOKEN else 1)
+        ids = expanded_ids(tokenizer, prompt, counts)
         tokens = torch.tensor([ids])
         expected = model.generate(
             input_ids=tokens,

@@ -12,17 +12,18 @@ import torch
 import torch.nn.functional as F
 from peft import PeftModel
 from PIL import Image
-from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from nemo_like.algorithms.registry import load_config
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.algorithms.sft.loop import run_sft
+from nemo_like.cli import main
 from nemo_like.commands.validate import validate
 from nemo_like.config.errors import ConfigError
 from nemo_like.models.vision import PROCESSOR_FILE
 from tests.algorithms.test_runs import interrupt_at, read_metrics
 from tests.exhaustive import usually
-from tests.vision import FAMILIES, IMAGE_TOKEN, save_tiny_vision_model
+from tests.vision import FAMILIES, expanded_ids, logits_of, picture_inputs, save_tiny_vision_model
 
 SIZES = {"a.png": (24, 16), "b.png": (16, 16), "c.png": (40, 24), "d.png": (9, 21)}
 
@@ -101,7 +102,6 @@ data:
 def plain_loss(folder: Path) -> tuple[float, float]:
     """Loss and gradient norm of the first step, with nothing but transformers, row by row."""
     model = AutoModelForImageTextToText.from_pretrained(folder / "model")
-    processor = AutoImageProcessor.from_pretrained(folder / "model", use_fast=False)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     places = {0: [], 1: ["a.png"], 2: ["b.png", "c.png", "d.png"], 3: ["a.png"]}
     image = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -113,27 +113,18 @@ def plain_loss(folder: Path) -> tuple[float, float]:
     }
     losses, num_trained = [], 0
     for row, names in places.items():
-        options: dict[str, Any] = {}
-        counts: list[int] = []
-        if names:
-            pictures = [Image.open(folder / name).convert("RGB") for name in names]
-            options = dict(processor(images=pictures, return_tensors="pt"))
-            counts = (options["image_grid_thw"].prod(1) // 4).tolist()
+        options, counts = picture_inputs(folder / "model", [folder / name for name in names])
         ids: list[int] = []
         labels: list[int] = []
         for question, reply in turns[row]:
             prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-            for token in tokenizer(prompt)["input_ids"]:
-                repeats = counts.pop(0) if token == IMAGE_TOKEN else 1
-                ids += [token] * repeats
-                labels += [-100] * repeats
+            ids += expanded_ids(tokenizer, prompt, counts)
+            labels += [-100] * (len(ids) - len(labels))
             own = tokenizer(f"{reply}<|im_end|>")["input_ids"]
             ids += [*own, *tokenizer("\n")["input_ids"]]
             labels += [*own, -100]
-        tokens, targets = torch.tensor([ids]), torch.tensor(labels)
-        if names:
-            options["mm_token_type_ids"] = (tokens == IMAGE_TOKEN).int()
-        logits = model(input_ids=tokens, **options).logits[0]
+        targets = torch.tensor(labels)
+        logits = logits_of(model, ids, options)
         losses.append(F.cross_entropy(logits[:-1], targets[1:], reduction="sum"))
         num_trained += int((targets[1:] >= 0).sum())
     loss = torch.stack(losses).sum() / num_trained
@@ -154,6 +145,32 @@ def test_a_run_with_images_equals_single_rows_in_transformers(
     assert steps[0]["policy/loss"] == pytest.approx(loss, rel=1e-5)
     assert steps[0]["policy/grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert steps[3]["policy/loss"] < steps[0]["policy/loss"] - 0.1
+    # The recorded rows have the work of their images.
+    out = tmp_path / "plan.json"
+    directory = str(result.directory.path)
+    assert main(["plan", directory, "--json", str(out), "--memory-gb", "8"]) == 0
+    record = json.loads(out.read_text())
+    assert record["memory"]["bytes"]["images"] > 0
+    compared = record["logged"]["packing/utilization"]
+    assert compared["planned"] == pytest.approx(compared["logged"])
+
+
+@pytest.mark.parametrize("kind", usually(("online", "pool", "token_budget", "dyn_bsz"), "online"))
+def test_streamed_rows_with_images_equal_single_rows_in_transformers(
+    tmp_path: Path, kind: str
+) -> None:
+    save_tiny_vision_model("qwen3_vl", tmp_path / "model")
+    write_data(tmp_path)
+    options = (f"data.batching.kind={kind}", "policy.vision.train=all", "sft.max_num_epochs=1")
+    result = run_sft(config(tmp_path, *options, "policy.sequence_packing.train_mb_tokens=1024"))
+    (step,) = read_metrics(result.directory.path)
+    loss, norm = plain_loss(tmp_path)
+    assert step["policy/loss"] == pytest.approx(loss, rel=1e-5)
+    assert step["policy/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    # 6, 4, 15, 3 and again 6 image tokens of 4 patches; the first and the last are one image.
+    assert step["data/num_images"] == 5
+    assert step["data/num_patches"] == 4 * step["data/num_image_tokens"] == 4 * 34
+    assert step["data/num_unique_patches"] == step["data/num_patches"] - 4 * 6
 
 
 @pytest.mark.parametrize(
@@ -220,6 +237,14 @@ def test_rows_without_images_keep_the_tower(tmp_path: Path) -> None:
         assert torch.equal(value, start[name]) == ("visual." in name), name
 
 
+def test_a_row_that_is_too_long_has_its_image_tokens_in_the_error(tmp_path: Path) -> None:
+    save_tiny_vision_model("qwen3_vl", tmp_path / "model")
+    write_data(tmp_path)
+    text = r"train.jsonl:3: the row has \d+ tokens, 22 of them of 3 images, policy.max_total"
+    with pytest.raises(ConfigError, match=text):
+        run_sft(config(tmp_path, "policy.max_total_sequence_length=60"))
+
+
 def test_validate_lists_bad_images_with_row_and_file(tmp_path: Path) -> None:
     save_tiny_vision_model("qwen3_vl", tmp_path / "model")
     write_data(tmp_path)
@@ -255,6 +280,10 @@ def test_validate_lists_bad_images_with_row_and_file(tmp_path: Path) -> None:
         (("policy.sequence_packing.enabled=false",), "policy.sequence_packing.enabled=true"),
         (("policy.lora.enabled=true", "policy.vision.train=all"), "policy.vision.train=frozen"),
         (("policy.engine=megatron",), "megatron"),
+        (
+            ("policy.oversize_rows=truncate", "policy.sequence_packing.train_mb_tokens=200"),
+            "train_mb_tokens=200: set it to 256 or more",
+        ),
     ],
 )
 def test_runs_that_cannot_train_with_images_are_refused(

@@ -241,6 +241,22 @@ def test_keys_of_images_are_carried_over(tmp_path: Path) -> None:
     assert "policy.vision.train" in dropped["freeze_multi_modal_projector"]
 
 
+def test_the_size_of_images_in_axolotl_is_a_limit_of_pixels(tmp_path: Path) -> None:
+    path = tmp_path / "vision.yaml"
+    text = (CONFIGS / "axolotl.yaml").read_text()
+    lines = "\nprocessor_type: AutoProcessor\nimage_resize_algorithm: bilinear\nimage_size: "
+    path.write_text(f"{text}{lines}512\n")
+    result = migrate(RUN_CONFIGS, path)
+    assert result.values["policy.vision.max_pixels"] == 512 * 512
+    assert "bicubic" in {one.path: one.text for one in result.dropped}["image_resize_algorithm"]
+    assert any("policy.vision.train" in note for note in result.notes)
+    # Of two sides.
+    path.write_text(f"{text}{lines}[512, 256]\n")
+    result = migrate(RUN_CONFIGS, path)
+    assert "policy.vision.max_pixels" not in result.values
+    assert "image_size" in str(result)
+
+
 def test_what_a_script_does_not_say_is_not_carried_over() -> None:
     result = migrated("verl_grpo.sh")
     dropped = {one.path: one.text for one in result.dropped}

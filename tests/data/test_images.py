@@ -16,7 +16,7 @@ import pytest
 from PIL import Image, ImageFile
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.data.images import ImageRef, image_grid, image_ref, image_size, pixels
+from nemo_like.data.images import ImageRef, RowImage, image_grid, image_ref, image_size, pixels
 from nemo_like.models.vision import ImageSettings
 
 SETTINGS = ImageSettings(min_pixels=64, max_pixels=4096, factor=8)
@@ -185,9 +185,12 @@ def test_sizes_of_many_images_need_headers_only(
     Image.init()
     tracemalloc.start()
     refs = [image_ref(f"{number % 100}.jpg", tmp_path) for number in range(10_000)]
-    assert tracemalloc.get_traced_memory()[0] < 5e6
+    grids = {ref: image_grid(ref, SETTINGS, 4) for ref in refs[:100]}
+    rows = [(RowImage(ref, grids[ref], 5, 64),) for ref in refs]
+    assert tracemalloc.get_traced_memory()[0] < 10e6
     tracemalloc.stop()
-    assert {image_size(ref) for ref in refs[:200]} == {(1024, 1024)}
+    assert {rows[0][0].grid} == set(grids.values()) == {(1, 16, 16)}
+    assert {image_size(ref) for ref in refs} == {(1024, 1024)}
 
 
 def test_pillow_is_imported_with_the_first_image_only() -> None:

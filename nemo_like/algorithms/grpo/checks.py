@@ -10,6 +10,7 @@ from nemo_like.config.import_path import check_module
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.planning.prefixes import SharedPrefixes
 from nemo_like.data.planning.token_counts import TokenCounts
+from nemo_like.policy.batching import with_image_work
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.rollout.conversations import Prompt
 from nemo_like.run.progress import Progress, Sample
@@ -77,6 +78,9 @@ def first_lengths(
     prompts = open_source(config, data).first_examples(num_steps, progress)
     prompt_lengths = np.array([len(prompt.token_ids) for prompt in prompts], dtype=np.int64)
     counts, _ = rollout_lengths(config, prompt_lengths)
+    num_rows = config.grpo.num_generations_per_prompt
+    images = [prompt.images for prompt in prompts for _ in range(num_rows)]
+    counts = with_image_work(counts, images, config.policy, data.encoder.vision)
     max_new_tokens = config.policy.generation.max_new_tokens
     description = (
         f"prompts of {training_name(config.data)}, completion lengths drawn uniformly from 1 to"

@@ -12,6 +12,7 @@ from nemo_like.data.messages import Message
 from nemo_like.data.planning.token_counts import TokenCounts, count_tokens
 from nemo_like.data.preferences import PreferencePair, encode_preference, preference
 from nemo_like.data.row_files import Row
+from nemo_like.policy.batching import with_image_work
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.run.progress import Progress
 from nemo_like.training.row_checks import RowChecks
@@ -56,7 +57,9 @@ def first_lengths(
     source = open_source(config, data)
     pairs = source.first_examples(min(num_steps, source.num_steps(config.loop)), progress)
     description = f"{training_name(config.data)}, two rows per pair"
-    return RowLengths(_count_tokens(pairs), description, is_ordered=True)
+    images = [row.images for pair in pairs for row in pair.rows]
+    counts = with_image_work(_count_tokens(pairs), images, config.policy, data.encoder.vision)
+    return RowLengths(counts, description, is_ordered=True)
 
 
 def _count_tokens(pairs: Sequence[PreferencePair]) -> TokenCounts:

@@ -16,6 +16,7 @@ from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.planning.token_counts import count_tokens
 from nemo_like.data.rows import Rows
 from nemo_like.data.streaming.former import WindowWarning
+from nemo_like.policy.batching import with_image_work
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.run.progress import Progress
 from nemo_like.training.row_checks import RowChecks
@@ -120,4 +121,6 @@ def first_lengths(
     curriculum = open_curriculum(config.data.curriculum, source, progress)
     num_batches = min(num_steps, source.num_steps(config.sft))
     rows = source.first_examples(num_batches, progress, curriculum)
-    return RowLengths(count_tokens(rows), training_name(config.data), is_ordered=True)
+    images = [row.images for row in rows]
+    counts = with_image_work(count_tokens(rows), images, config.policy, data.encoder.vision)
+    return RowLengths(counts, training_name(config.data), is_ordered=True)

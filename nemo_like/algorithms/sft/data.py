@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from operator import methodcaller
 from typing import Any
 
@@ -13,14 +14,17 @@ from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.import_path import import_function, user_error_text
 from nemo_like.config.parallel import policy_layout
+from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.formats import SFT_ROWS, RowSchema
 from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.loader import BatchLoader
+from nemo_like.data.planning.token_counts import count_tokens
 from nemo_like.data.row_files import Row
 from nemo_like.data.row_order import Curriculum
 from nemo_like.data.streaming.planner import RowNumbers, StreamLoader
 from nemo_like.models.spec import ModelSpec
-from nemo_like.policy.batching import plan_spec, stream_spec
+from nemo_like.models.vision import VisionSpec
+from nemo_like.policy.batching import plan_spec, stream_spec, with_image_work
 from nemo_like.run.progress import Progress
 from nemo_like.training.encoding import encode_conversation
 from nemo_like.training.run_data import ExampleSource, RunData, encoded_examples
@@ -95,11 +99,6 @@ def open_stream(
     Raises ConfigError for values of `data.batching` that do not fit together.
     """
     batching = config.data.batching
-    if source.data.encoder.images is not None:
-        raise ConfigError(
-            f"data.batching.kind is {batching.kind}, and policy.model_name has a vision tower: rows"
-            " are not streamed with images; set data.batching.kind=fixed"
-        )
     plan = plan_spec(
         config.policy,
         purpose="train",
@@ -111,10 +110,14 @@ def open_stream(
         source.rows,
         source.order(open_curriculum(config.data.curriculum, source)),
         stream_spec(batching, plan),
-        _row_numbers,
+        partial(_row_numbers, config.policy, source.data.encoder.vision),
         num_epochs=None if batching.tail == "wrap" else config.sft.max_num_epochs,
     )
 
 
-def _row_numbers(row: EncodedRow) -> RowNumbers:
-    return RowNumbers(len(row.input_ids), row.num_trained)
+def _row_numbers(policy: PolicyConfig, vision: VisionSpec | None, row: EncodedRow) -> RowNumbers:
+    numbers = RowNumbers(len(row.input_ids), row.num_trained)
+    counts = with_image_work(count_tokens([row]), [row.images], policy, vision)
+    if counts.image_tokens is None or counts.image_work is None:
+        return numbers
+    return numbers._replace(images=(int(counts.image_tokens[0]), int(counts.image_work[0])))

@@ -71,10 +71,11 @@ def form_step(
     # Items to positions in `rows`, then to row ids.
     bins = step.expand(items.rows)
     bins = Packing(rows[bins.perm], bins.offsets)
-    if fitted.image_work is not None and groups is None and spec.sync == "microbatch":
+    image_work = fitted.image_work if spec.layout == "packed" else None
+    if image_work is not None and groups is None and spec.sync == "microbatch":
         language = row_work(fitted.padded_lengths, spec, fitted.num_trained)
         if language is not None:
-            costs = RowCosts(sizes, fitted.image_work, language)
+            costs = RowCosts(sizes, image_work, language)
             bins = exchange_rows(bins, costs, spec.num_ranks, spec.capacity)
     return in_execution_order(bins, fitted, spec)
 
@@ -335,6 +336,8 @@ def on_ranks(
     # One microbatch is the most frequent step of an aligned rank; it needs no assignment.
     if bins.num_bins > 1 or spec.bins_multiple > 1:
         work = work_of_bins(bins, fitted.padded_lengths, fitted.num_trained, spec)
+        if work is not None and fitted.image_work is not None:
+            work = work + bins.loads(fitted.image_work)
         step = assign_to_ranks(bins, work, spec)
     step = in_execution_order(step, fitted, spec)
     num_assigned = step.num_bins // spec.num_ranks

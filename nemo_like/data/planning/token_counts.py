@@ -52,7 +52,9 @@ class TokenCounts:
         prefixes = None
         if with_prefixes and groups is not None:
             prefixes = SharedPrefixes.of_tokens(groups, columns["input_ids"], images)
-        return cls(columns["length"], num_trained_tokens(columns), prefixes, _image_tokens(images))
+        return cls(
+            columns["length"], num_trained_tokens(columns), prefixes, count_image_tokens(images)
+        )
 
     def checked(self) -> TokenCounts:
         """Return the counts as int64 arrays.
@@ -76,7 +78,8 @@ class TokenCounts:
             position_of[rows] = np.arange(len(rows))
             prefixes = SharedPrefixes(position_of[by_depth.perm], shared)
         image_tokens = None if self.image_tokens is None else self.image_tokens[rows]
-        return TokenCounts(self.lengths[rows], num_trained, prefixes, image_tokens)
+        image_work = None if self.image_work is None else self.image_work[rows]
+        return TokenCounts(self.lengths[rows], num_trained, prefixes, image_tokens, image_work)
 
     def in_trees(self) -> Packing:
         """Return bins of rows with common leading tokens; other rows are bins of their own."""
@@ -101,15 +104,6 @@ class TokenCounts:
             order.append(first + own.order)
             shared.append(own.shared)
             first += num_rows
-        image_tokens = None
-        if any(part.image_tokens is not None for part in parts):
-            known = [part.image_tokens for part in parts]
-            image_tokens = np.concatenate(
-                [
-                    np.zeros(len(part.lengths), dtype=np.int64) if own is None else own
-                    for part, own in zip(parts, known, strict=True)
-                ]
-            )
         prefixes = None
         if any(part.prefixes is not None for part in parts):
             prefixes = SharedPrefixes(np.concatenate(order), np.concatenate(shared))
@@ -117,7 +111,8 @@ class TokenCounts:
             np.concatenate([part.lengths for part in parts]),
             np.concatenate(trained) if len(trained) == len(parts) else None,
             prefixes,
-            image_tokens,
+            _joined([part.image_tokens for part in parts], parts),
+            _joined([part.image_work for part in parts], parts),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -129,6 +124,8 @@ class TokenCounts:
             values["prefixes"] = self.prefixes.to_dict()
         if self.image_tokens is not None:
             values["image_tokens"] = self.image_tokens.tolist()
+        if self.image_work is not None:
+            values["image_work"] = self.image_work.tolist()
         return values
 
     @classmethod
@@ -136,12 +133,13 @@ class TokenCounts:
         """Return the counts that `to_dict` converted; other keys are ignored."""
         trained = values.get("num_trained")
         prefixes = values.get("prefixes")
-        image_tokens = values.get("image_tokens")
+        image_tokens, image_work = values.get("image_tokens"), values.get("image_work")
         return cls(
             np.array(values["lengths"], dtype=np.int64),
             None if trained is None else np.array(trained, dtype=np.int64),
             None if prefixes is None else SharedPrefixes.from_dict(prefixes),
             None if image_tokens is None else np.array(image_tokens, dtype=np.int64),
+            None if image_work is None else np.array(image_work, dtype=np.float64),
         )
 
 
@@ -162,11 +160,24 @@ def count_tokens(
         np.array(lengths, dtype=np.int64),
         np.array(num_trained, dtype=np.int64),
         prefixes,
-        _image_tokens(images),
+        count_image_tokens(images),
     )
 
 
-def _image_tokens(images: Sequence[Sequence[RowImage]]) -> np.ndarray | None:
+def _joined(values: Sequence[np.ndarray | None], parts: Sequence[TokenCounts]) -> np.ndarray | None:
+    """Join the `values` [n] of all parts, 0 in a part without; None if no part has any."""
+    known = next((own for own in values if own is not None), None)
+    if known is None:
+        return None
+    return np.concatenate(
+        [
+            np.zeros(len(part.lengths), dtype=known.dtype) if own is None else own
+            for part, own in zip(parts, values, strict=True)
+        ]
+    )
+
+
+def count_image_tokens(images: Sequence[Sequence[RowImage]]) -> np.ndarray | None:
     """Return the image tokens of rows with `images` each, int64 [B]; None without any image."""
     counts = [sum(image.num_tokens for image in row) for row in images]
     return np.array(counts, dtype=np.int64) if any(counts) else None

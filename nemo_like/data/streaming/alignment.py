@@ -385,9 +385,16 @@ class AlignedPlanner(MicrobatchFormer):
         self._max_steps_left = None
         self._failure = None
 
-    def push(self, row: int, length: int, num_trained: int | None = None, extra: int = 0) -> bool:
+    def push(
+        self,
+        row: int,
+        length: int,
+        num_trained: int | None = None,
+        extra: int = 0,
+        images: tuple[int, int] = (0, 0),
+    ) -> bool:
         """Add a row of this rank's shard; see `MicrobatchFormer.push`."""
-        is_kept = super().push(row, length, num_trained, extra)
+        is_kept = super().push(row, length, num_trained, extra, images)
         self._num_pushed_tokens += length
         return is_kept
 

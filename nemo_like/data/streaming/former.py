@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import heapq
+import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -95,19 +96,26 @@ class MicrobatchFormer:
         """Ids of the rows in the window, the oldest first."""
         return tuple(row.row for row in self.window)
 
-    def push(self, row: int, length: int, num_trained: int | None = None, extra: int = 0) -> bool:
+    def push(
+        self,
+        row: int,
+        length: int,
+        num_trained: int | None = None,
+        extra: int = 0,
+        images: tuple[int, int] = (0, 0),
+    ) -> bool:
         """Add a row to the window; return False if the oversize policy drops it.
 
         `row` is an id of the caller, `num_trained` its tokens with loss (None: all but the first,
-        which no token predicts), `extra` its use of the second resource. Raises OversizeRowError,
-        and ValueError for wrong values.
+        which no token predicts), `extra` its use of the second resource, `images` the tokens of its
+        images and the FLOPs of the vision tower for them. Raises OversizeRowError, and ValueError
+        for wrong values.
         """
         if self.is_closed:
             raise ValueError(f"row {row} arrived after the end of the stream; call `reopen` first")
         length, num_trained, extra = _check_numbers(row, length, num_trained, extra)
         plan = self.spec.step_spec
-        size = round_up(length, plan.row_multiple)
-        if size > plan.max_row_tokens:
+        if round_up(length, plan.row_multiple) > plan.max_row_tokens:
             kept_length = self._fit_oversize(row, length)
             if kept_length is None:
                 self.counts.num_pushed += 1
@@ -116,12 +124,17 @@ class MicrobatchFormer:
                 # The removed tokens may have loss; at most the remaining ones have.
                 num_trained = None if num_trained is None else min(num_trained, kept_length)
             length = kept_length
-            size = round_up(length, plan.row_multiple)
         if num_trained is None:
             num_trained = length - 1
         self.counts.num_pushed += 1
-        self.window.add(WaitingRow(row, length, size, num_trained, extra, self.num_steps))
+        size = self._size(length, images[0])
+        self.window.add(WaitingRow(row, length, size, num_trained, extra, self.num_steps, *images))
         return True
+
+    def _size(self, length: int, image_tokens: int) -> int:
+        """Return what counts of a row for the token limit; see `planner_sizes`."""
+        plan = self.spec.step_spec
+        return round_up(length, plan.row_multiple) + math.ceil(plan.image_weight * image_tokens)
 
     def _fit_oversize(self, row: int, length: int) -> int | None:
         """Apply the oversize policy; return the remaining length, or None for a dropped row."""
@@ -306,15 +319,16 @@ class MicrobatchFormer:
         rows = []
         for numbers in values:
             row = WaitingRow(*map(int, numbers))
-            row = row._replace(size=round_up(row.length, plan.row_multiple))
+            row = row._replace(size=self._size(row.length, row.image_tokens))
             # Without a change of the settings, only rows that run alone exceed the limit.
-            if row.size > plan.max_row_tokens and plan.oversize != "singleton":
+            positions = round_up(row.length, plan.row_multiple)
+            if positions > plan.max_row_tokens and plan.oversize != "singleton":
                 length = self._fit_oversize(row.row, row.length)
                 if length is None:
                     continue
                 row = row._replace(
                     length=length,
-                    size=round_up(length, plan.row_multiple),
+                    size=self._size(length, row.image_tokens),
                     num_trained=min(row.num_trained, length),
                 )
             rows.append(row)

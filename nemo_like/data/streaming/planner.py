@@ -111,8 +111,13 @@ def planned_step(
     offsets = np.array([0, *accumulate(map(len, bins))], dtype=np.int64)
     lengths = np.array([row.length for row in rows], dtype=np.int64)
     trained = np.array([row.num_trained for row in rows], dtype=np.int64)
+    counts = TokenCounts(lengths, trained)
+    if any(row.image_tokens for row in rows):
+        images = np.array([(row.image_tokens, row.image_flops) for row in rows], dtype=np.int64)
+        work = images[:, 1].astype(np.float64)
+        counts = replace(counts, image_tokens=images[:, 0], image_work=work)
     fitted = replace(
-        FittedRows.of(TokenCounts(lengths, trained), spec),
+        FittedRows.of(counts, spec),
         num_truncated=former.step_counts.num_truncated,
         num_oversize=former.step_counts.num_oversize,
     )
@@ -133,14 +138,23 @@ def planned_step(
 
 
 def stream_steps(
-    lengths: np.ndarray, planner: StreamingPlanner, num_trained: np.ndarray | None = None
+    lengths: np.ndarray,
+    planner: StreamingPlanner,
+    num_trained: np.ndarray | None = None,
+    images: np.ndarray | None = None,
 ) -> Iterator[PlannedStep]:
     """Push rows with ids 0 to B - 1, then close; yield every step.
 
-    `lengths` and `num_trained`, their tokens with loss, are int64 [B].
+    `lengths` and `num_trained`, their tokens with loss, are int64 [B]; `images` are the tokens of
+    their images and the FLOPs of the vision tower for them, int64 [B, 2].
     """
-    for row, length in enumerate(lengths.tolist()):
-        planner.push(row, length, None if num_trained is None else int(num_trained[row]))
+    if images is None:
+        images = np.zeros((len(lengths), 2), dtype=np.int64)
+    for row, (length, (tokens, flops)) in enumerate(
+        zip(lengths.tolist(), images.tolist(), strict=True)
+    ):
+        trained = None if num_trained is None else int(num_trained[row])
+        planner.push(row, length, trained, images=(tokens, flops))
         while (step := planner.next_step()) is not None:
             yield step
     planner.close()
@@ -149,11 +163,15 @@ def stream_steps(
 
 
 def plan_stream(
-    lengths: np.ndarray, spec: StreamSpec, num_trained: np.ndarray | None = None
+    lengths: np.ndarray,
+    spec: StreamSpec,
+    num_trained: np.ndarray | None = None,
+    images: np.ndarray | None = None,
 ) -> BatchPlan:
     """Plan rows of `lengths` int64 [B] in this order as one epoch of a stream.
 
-    `num_trained` int64 [B] are their tokens with loss; None: all but the first of a row.
+    `num_trained` int64 [B] are their tokens with loss; None: all but the first of a row. `images`
+    int64 [B, 2] are the tokens and FLOPs of their images.
     The plan has one optimizer step for each step of the stream. Rows that the oversize policy or
     `tail="drop"` leaves out are `dropped`. Raises ValueError for a row above the token limit under
     `oversize="error"`, and if no step can be formed.
@@ -163,7 +181,7 @@ def plan_stream(
     kept_lengths = lengths.copy()
     kept_trained = lengths.copy()
     steps = []
-    for step in stream_steps(lengths, planner, num_trained):
+    for step in stream_steps(lengths, planner, num_trained, images):
         plan = step.plan
         rows = np.asarray(step.rows, dtype=np.int64)[plan.rows]
         is_dropped[rows] = False
@@ -176,8 +194,11 @@ def plan_stream(
             f" tail is {spec.tail}; give more rows, or set tail to emit"
         )
     counts = planner.counts
+    kept = TokenCounts(kept_lengths, kept_trained)
+    if images is not None:
+        kept = replace(kept, image_tokens=images[:, 0], image_work=images[:, 1].astype(np.float64))
     fitted = replace(
-        FittedRows.of(TokenCounts(kept_lengths, kept_trained), spec.plan),
+        FittedRows.of(kept, spec.plan),
         is_dropped=is_dropped,
         num_truncated=counts.num_truncated,
         num_oversize=counts.num_oversize,
@@ -190,6 +211,9 @@ class RowNumbers(NamedTuple):
 
     length: int
     num_trained: int
+    extra: int = 0
+    images: tuple[int, int] = (0, 0)
+    """Tokens of its images, and FLOPs of the vision tower for them."""
 
 
 class StreamLoader(BatchLoader[Out]):

@@ -44,13 +44,19 @@ class WaitingRow(NamedTuple):
     length: int
     """Real tokens, after truncation."""
     size: int
-    """Positions: `length` rounded up to the row multiple of the layout."""
+    """What counts for the token limit: positions, which are `length` rounded up to the row multiple
+    of the layout, and with a trained vision tower its activations.
+    """
     num_trained: int
     """Tokens with loss."""
     extra: int
     """Use of the second resource, for example image patches; 0 without one."""
     step: int
     """Number of steps that were complete when the row arrived."""
+    image_tokens: int = 0
+    """Those of `length` that are of images; `size` counts them with the weight of the plan."""
+    image_flops: int = 0
+    """Work of the vision tower."""
 
 
 class Window:

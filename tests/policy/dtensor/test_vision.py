@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from nemo_like.data.image_tokens import place_features, rope_positions
 from nemo_like.policy.dtensor.vision import VisionInputs, hidden_states, image_features, prepare
-from tests.vision import FAMILIES, IMAGE_TOKEN, tiny_vision_model
+from tests.vision import FAMILIES, IMAGE_TOKEN, tiny_vision_model, true_float64
 
 GRIDS = torch.tensor([[1, 6, 10], [1, 2, 2], [1, 4, 12], [1, 8, 4]])
 """Of the unique images."""
@@ -45,24 +44,6 @@ def random_rows() -> Rows:
     return Rows(ids, patches)
 
 
-@contextmanager
-def true_float64() -> Iterator[None]:
-    """Have transformers compute in float64 where it converts to float32: norms, rotary, softmax."""
-    convert, single, softmax = Tensor.to, Tensor.float, F.softmax
-
-    def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.dtype == torch.float64:
-            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
-            kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
-        return convert(self, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Tensor, "to", to)
-        patch.setattr(Tensor, "float", lambda x: x if x.dtype == torch.float64 else single(x))
-        patch.setattr(F, "softmax", lambda x, dim=None, dtype=None, **_: softmax(x, dim=dim))
-        yield
-
-
 def plain_loss(model: Any, rows: Rows, row: int, dtype: torch.dtype) -> Tensor:
     """The loss of one row with nothing but the forward of transformers."""
     ids = torch.from_numpy(rows.ids[row])[None]
@@ -75,8 +56,13 @@ def plain_loss(model: Any, rows: Rows, row: int, dtype: torch.dtype) -> Tensor:
     return F.cross_entropy(logits[:-1], ids[0, 1:], reduction="sum") / rows.num_trained
 
 
-def packed_loss(model: Any, rows: Rows, dtype: torch.dtype) -> Tensor:
-    """The loss of all rows in one pack, with each unique image once."""
+def packed_loss(
+    model: Any, rows: Rows, dtype: torch.dtype, *, has_text_positions: bool = False
+) -> Tensor:
+    """The loss of all rows in one pack, with each unique image once.
+
+    `has_text_positions` is the mistake of giving images the positions of texts.
+    """
     lengths = np.array([len(ids) for ids in rows.ids])
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     places = place_features(rows.ids, IMAGES, np.array(COUNTS), IMAGE_TOKEN)
@@ -90,6 +76,8 @@ def packed_loss(model: Any, rows: Rows, dtype: torch.dtype) -> Tensor:
         rope_positions(ids, GRIDS[images].numpy().reshape(-1, 3), IMAGE_TOKEN, 2)
         for ids, images in zip(rows.ids, IMAGES, strict=True)
     ]
+    if has_text_positions:
+        positions = [np.broadcast_to(np.arange(length), (3, length)) for length in lengths]
     ids = torch.from_numpy(np.concatenate(rows.ids))
     hidden = hidden_states(
         model,
@@ -137,6 +125,19 @@ def test_a_pack_equals_its_rows_in_transformers(
     for name, grad in expected.items():
         scale = max(float(grad.abs().max()), 1e-3 * largest)
         assert float((found[name] - grad).abs().max()) <= limit * scale, name
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_positions_of_texts_would_be_noticed(model_type: str) -> None:
+    rows = random_rows()
+    model = tiny_vision_model(model_type)
+    prepare(model)
+    packed_loss(model, rows, torch.float32).backward()
+    expected = gradients(model)
+    packed_loss(model, rows, torch.float32, has_text_positions=True).backward()
+    found = gradients(model)
+    name = "model.language_model.layers.0.self_attn.q_proj.weight"
+    assert (found[name] - expected[name]).norm() > 0.01 * expected[name].norm()
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
