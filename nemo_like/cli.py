@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nemo_like import __version__
-from nemo_like.algorithms.registry import ALGORITHMS
+from nemo_like.algorithms.registry import ALGORITHMS, job_schema
 from nemo_like.commands import arguments as command_arguments
 from nemo_like.commands.train import FAILED, WRONG_INPUT, report_failure
+from nemo_like.config.foreign import unknown_text
+from nemo_like.config.keys import type_at
 from nemo_like.console import lasting_console, quiet_libraries, say_error
 
 _EPILOG = """examples:
@@ -281,8 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, unknown = build_parser().parse_known_args(argv)
     if unknown:
         say_error(
-            f"error: unknown argument {unknown[0]!r}; overrides are written KEY=VALUE, see"
-            f" nemo-like {arguments.command} --help"
+            f"error: unknown argument {unknown[0]!r}; {_form_of_overrides(unknown[0], arguments)}"
         )
         return WRONG_INPUT
     # A process that ends with the command may be changed for good, e.g. import transformers without
@@ -305,6 +306,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError) and _is_stdout_closed():
             return FAILED
         return report_failure(error)
+
+
+def _form_of_overrides(option: str, arguments: argparse.Namespace) -> str:
+    """Return how the key that an unknown option seems to mean is written."""
+    name = option.lstrip("-").partition("=")[0].replace("-", "_")
+    kind = arguments.command if arguments.command in ALGORITHMS else "sft"
+    job = job_schema(getattr(arguments, "kind", None) or kind)
+    form = "overrides are written KEY=VALUE"
+    if type_at(job.run_config, name) is not None:
+        return f"{form}: {name}=VALUE"
+    hint = unknown_text(job, name).partition("; did you mean ")[2]
+    if hint:
+        return f"{form}: did you mean {hint.removesuffix('?')}=VALUE?"
+    return f"{form}, see nemo-like {arguments.command} --help"
 
 
 def _is_stdout_closed() -> bool:

@@ -1,4 +1,4 @@
-"""Thirty realistic mistakes: each is one message with its cause, its place and what to write."""
+"""Realistic mistakes: each is one message with its cause, its place and what to write."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ class Mistake:
     changes: tuple[str, ...] = ()
     """Overrides."""
     files: Mapping[str, str] = field(default_factory=dict)
+    encoding: str = "utf-8"
+    """Of the files."""
     yaml: tuple[str, str] = ("", "")
     """A text of the config, and the text in its place."""
 
@@ -85,6 +87,33 @@ MISTAKES = {
         cause="separated by commas, not by ';'",
         place="rows.csv:1",
         fix="write the file with commas",
+    ),
+    "a text file in UTF-16": Mistake(
+        files={"rows.jsonl": lines(CHAT)},
+        encoding="utf-16",
+        changes=("data.train_path=rows.jsonl",),
+        cause="is UTF-16 text",
+        place="rows.jsonl",
+        fix="iconv -f UTF-16 -t UTF-8 rows.jsonl",
+    ),
+    "a comma behind the last value": Mistake(
+        files={"rows.jsonl": lines('{"prompt": "a, b", "completion": "b",}')},
+        changes=("data.train_path=rows.jsonl",),
+        cause="not valid JSON at column 38",
+        place="rows.jsonl:1",
+        fix="remove the comma before the bracket",
+    ),
+    "an option of another tool": Mistake(
+        command=("sft", "--learning_rate", "1e-5"),
+        cause="unknown argument '--learning_rate'",
+        place="--learning_rate",
+        fix="policy.optimizer.lr=VALUE",
+    ),
+    "a key as an option": Mistake(
+        command=("sft", "--policy.optimizer.lr=1e-5"),
+        cause="unknown argument '--policy.optimizer.lr=1e-5'",
+        place="--policy.optimizer.lr",
+        fix="written KEY=VALUE: policy.optimizer.lr=VALUE",
     ),
     "a misspelled key": Mistake(
         yaml=("train_global_batch_size", "train_global_batchsize"),
@@ -159,6 +188,19 @@ MISTAKES = {
         cause="unknown roles 'human' (write user), 'gpt' (write assistant)",
         place="own.jsonl:2",
         fix="conversations",
+    ),
+    "a file of two formats": Mistake(
+        files={"own.jsonl": lines(CHAT, {"prompt": "2+2=?", "completion": "4"})},
+        changes=("data.train_path=own.jsonl",),
+        cause="column 'messages' is missing; the rows before have messages",
+        place="own.jsonl:2",
+        fix="give rows of another format a file of their own",
+    ),
+    "a key that is there twice": Mistake(
+        yaml=("cluster: {backend: local}", "cluster: {backend: local}\ncluster: {num_nodes: 1}"),
+        cause="has the key cluster again",
+        place="sft.yaml:",
+        fix="keep one of both",
     ),
     "a preference file for SFT": Mistake(
         files={"pairs.jsonl": lines(PAIR)},
@@ -276,6 +318,14 @@ MISTAKES = {
         place="own_reward_d.py:2",
         fix="reward.on_error=zero or drop",
     ),
+    "a reward without a return": Mistake(
+        kind="grpo",
+        files={"own_reward_e.py": "def score(sample):\n    1.0 * len(sample.completion)\n"},
+        changes=("reward.functions.digits.path=own_reward_e.score",),
+        cause="returned None for the answer of",
+        place="reward.functions.digits",
+        fix="return a number",
+    ),
     "a logger that is not installed": Mistake(
         changes=("logger.wandb_project=own",),
         cause="wandb",
@@ -303,7 +353,7 @@ def test_a_mistake_is_one_message_with_cause_place_and_fix(
     config.write_text(config.read_text().replace(*mistake.yaml))
     for path, text in mistake.files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text)
+        (folder / path).write_text(text, mistake.encoding)
     monkeypatch.chdir(folder)
     # Read when the library is imported.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

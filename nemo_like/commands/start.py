@@ -138,7 +138,7 @@ def choose_config(arguments: argparse.Namespace, kind: str | None) -> Chosen:
             raise ConfigError(
                 f"{arguments.data} has no answers to compare completions with; give --reward"
                 " package.function, which scores a completion, or add a column answer"
-                f"{named_column}"
+                f"{named_column}; SFT needs a turn of the assistant, or a column completion"
             )
         named["reward.functions.answer.path"] = (_ANSWER_REWARD, "the rows have answers")
     progress = Progress(sys.stderr)

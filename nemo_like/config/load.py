@@ -347,7 +347,7 @@ def _refuse_duplicates(node: yaml.Node, name: str) -> None:
         if key.value in first_lines and key.tag != f"{_TAG}merge":
             raise ConfigError(
                 f"{name}:{line} has the key {shortened(key.value)} again; it is in line"
-                f" {first_lines[key.value]} already"
+                f" {first_lines[key.value]} already: keep one of both"
             )
         first_lines[key.value] = line
         # An alias is a node that was checked before.
