@@ -9,6 +9,7 @@ The module of a command is imported when it runs, because many need torch or tra
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
 import os
 import select
@@ -278,6 +279,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     _log_to_console()
     quiet_libraries()
+    command, *_ = [*(sys.argv[1:] if argv is None else argv), "--help"]
+    if command not in _COMMANDS and not command.startswith("-"):
+        say_error(f"error: {command!r} is not a command{_similar_commands(command)}")
+        return WRONG_INPUT
     # argparse does not accept options and trailing positionals in every order; `parse_known_args`
     # returns the rest, and the message for it names the form of an override.
     arguments, unknown = build_parser().parse_known_args(argv)
@@ -306,6 +311,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError) and _is_stdout_closed():
             return FAILED
         return report_failure(error)
+
+
+def _similar_commands(name: str) -> str:
+    """Return the commands that an unknown name may mean."""
+    similar = difflib.get_close_matches(name, _COMMANDS, n=1)
+    meant = f" (did you mean {similar[0]}?)" if similar else ""
+    return f"{meant}; jobs are {', '.join(ALGORITHMS)}, and nemo-like --help lists all commands"
 
 
 def _form_of_overrides(option: str, arguments: argparse.Namespace) -> str:

@@ -115,6 +115,37 @@ MISTAKES = {
         place="--policy.optimizer.lr",
         fix="written KEY=VALUE: policy.optimizer.lr=VALUE",
     ),
+    "a key of another job": Mistake(
+        changes=("grpo.num_prompts_per_step=4",),
+        cause="keys of several jobs",
+        place="sft.yaml and the command line",
+        fix="sft of `sft` and grpo.num_prompts_per_step of `grpo`; remove those",
+    ),
+    "a misspelled command": Mistake(
+        command=("gropo", "--model", "model"),
+        cause="'gropo' is not a command",
+        place="gropo",
+        fix="did you mean grpo?",
+    ),
+    "a command that is not there": Mistake(
+        command=("trian", "--config", "sft.yaml"),
+        cause="'trian' is not a command",
+        place="trian",
+        fix="jobs are sft, grpo, dpo, distill, rm",
+    ),
+    "a size in place of a model": Mistake(
+        changes=("policy.model_name=70b",),
+        cause="policy.model_name is '70b'",
+        place="policy.model_name",
+        fix="a size is for `nemo-like plan` only; give the directory",
+    ),
+    "a model that is not beside the others": Mistake(
+        files={"models/SmolLM2-135M-Instruct/config.json": "{}"},
+        changes=("policy.model_name=models/Qwen3-0.6B",),
+        cause="not a directory",
+        place="policy.model_name",
+        fix="models has SmolLM2-135M-Instruct",
+    ),
     "a misspelled key": Mistake(
         yaml=("train_global_batch_size", "train_global_batchsize"),
         cause="unknown key policy.train_global_batchsize",
