@@ -363,6 +363,22 @@ MISTAKES = {
         place="logger.wandb_project",
         fix="pip install",
     ),
+    "rows without answers": Mistake(
+        files={"chat.jsonl": lines(CHAT)},
+        command=("eval", "--config", "grpo.yaml", "data.validation_path=chat.jsonl"),
+        kind="grpo",
+        yaml=("tests.algorithms.rewards.digit_share", "nemo_like.environments.math.answer_reward"),
+        cause="no row of chat.jsonl has an answer",
+        place="reward.functions.digits",
+        fix="--perplexity",
+    ),
+    "rollouts of a run without any": Mistake(
+        files={"runs/acme/config.yaml": ""},
+        command=("show", "runs/acme"),
+        cause="there is no runs/acme/rollouts/step_0.jsonl",
+        place="runs/acme",
+        fix="`nemo-like report runs/acme` shows any run",
+    ),
     "a path of a config": Mistake(
         files={"own.yaml": ""},
         command=("validate", "--config", "ow.yaml"),
