@@ -477,20 +477,16 @@ def detect_kind(
     guess = guess_job(content)
     if guess:
         return guess
-    sections = "; ".join(f"`{kind}` has {names}" for kind, names in _own_sections(jobs).items())
+    shared = field_types(RunConfig)
+    own = {
+        kind: ", ".join(name for name in field_types(config) if name not in shared)
+        for kind, config in jobs.items()
+    }
+    sections = "; ".join(f"`{kind}` has {names}" for kind, names in own.items())
     raise UnknownJobError(
         f"{shown_path(path)} has no section that only one job has ({sections}); add the section of"
         " its job, or pass --kind"
     )
-
-
-def _own_sections(jobs: Mapping[str, type[RunConfig]]) -> dict[str, str]:
-    """Return job -> the top-level sections that are not in every config."""
-    shared = field_types(RunConfig)
-    own = {}
-    for kind, config in jobs.items():
-        own[kind] = ", ".join(name for name in field_types(config) if name not in shared)
-    return own
 
 
 def to_yaml(config: RunConfig) -> str:

@@ -22,6 +22,7 @@ from nemo_like.prediction.duration import StepDuration
 from nemo_like.prediction.lengths import COMPARED, PastRun, RowLengths
 from nemo_like.prediction.placement import Placement
 from nemo_like.prediction.plan_report import (
+    MeasuredTime,
     PlanRequest,
     measured_time,
     plan_configured,
@@ -192,25 +193,26 @@ def test_settings_that_are_not_planned_are_no_faster(seed: int, monkeypatch) -> 
     assert len(seconds) > 8 and any(each.is_bound for each in found)
 
 
-def test_of_nearly_equal_times_the_smaller_layout_is_recommended(monkeypatch) -> None:
+def test_of_nearly_equal_times_the_smaller_layout_is_recommended() -> None:
     rows = RowLengths(TokenCounts(np.array([100] * 32)), "a test", is_ordered=True)
-    # Without checkpointing: seconds by (tensor, context).
+    # By (tensor, context), without checkpointing; all others take 2 s.
     seconds = {(1, 4): 1.0, (2, 2): 1.005, (1, 2): 1.019, (2, 1): 1.017, (1, 1): 1.021}
 
-    def seconds_of(request: PlanRequest, *_: object) -> float:
-        layout = request.placement.parallel_layout
-        is_plain = request.placement.activation_checkpointing == "none"
-        return seconds.get((layout.tp, layout.cp), 2.0) if is_plain else 2.0
+    def scaled(setting: Setting) -> PlanRequest:
+        """A request whose predicted time is the one above."""
+        request = request_of(setting, rows)
+        _, tensor, context, _, _ = setting
+        is_plain = setting.checkpointing == "none"
+        wanted = seconds.get((tensor, context), 2.0) if is_plain else 2.0
+        scale = wanted / seconds_per_step(request, plan_configured(request))
+        return replace(request, measured=MeasuredTime(scale=scale, num_steps=1))
 
-    monkeypatch.setattr("nemo_like.prediction.search.seconds_per_step", seconds_of)
-    monkeypatch.setattr("nemo_like.prediction.search._bound_seconds", seconds_of)
     settings = all_settings(8, has_experts=False, fixed={"parallel.pipeline": 1})
-    found = search(settings, lambda setting: request_of(setting, rows))
+    found = search(settings, scaled)
     assert found[0].setting == Setting("none", 2, 1, 1, 1)
-    assert [each.seconds for each in found[1:4]] == [1.0, 1.005, 1.019]
-    monkeypatch.setitem(seconds, (1, 1), 1.0199)
-    found = search(settings, lambda setting: request_of(setting, rows))
-    assert found[0].setting == Setting("none", 1, 1, 1, 1)
+    assert [each.seconds for each in found[1:4]] == pytest.approx([1.0, 1.005, 1.019])
+    seconds[1, 1] = 1.0199
+    assert search(settings, scaled)[0].setting == Setting("none", 1, 1, 1, 1)
 
 
 def test_a_step_takes_the_flops_of_its_rows() -> None:
