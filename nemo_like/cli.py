@@ -9,6 +9,7 @@ The module of a command is imported when it runs, because many need torch or tra
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
 import os
 import select
@@ -20,9 +21,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nemo_like import __version__
-from nemo_like.algorithms.registry import ALGORITHMS
+from nemo_like.algorithms.registry import ALGORITHMS, job_schema
 from nemo_like.commands import arguments as command_arguments
 from nemo_like.commands.train import FAILED, WRONG_INPUT, report_failure
+from nemo_like.config.foreign import unknown_text
+from nemo_like.config.keys import type_at
 from nemo_like.console import lasting_console, quiet_libraries, say_error
 
 _EPILOG = """examples:
@@ -276,13 +279,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     _log_to_console()
     quiet_libraries()
+    command, *_ = [*(sys.argv[1:] if argv is None else argv), "--help"]
+    if command not in _COMMANDS and not command.startswith("-"):
+        say_error(f"error: {command!r} is not a command{_similar_commands(command)}")
+        return WRONG_INPUT
     # argparse does not accept options and trailing positionals in every order; `parse_known_args`
     # returns the rest, and the message for it names the form of an override.
     arguments, unknown = build_parser().parse_known_args(argv)
     if unknown:
         say_error(
-            f"error: unknown argument {unknown[0]!r}; overrides are written KEY=VALUE, see"
-            f" nemo-like {arguments.command} --help"
+            f"error: unknown argument {unknown[0]!r}; {_form_of_overrides(unknown[0], arguments)}"
         )
         return WRONG_INPUT
     # A process that ends with the command may be changed for good, e.g. import transformers without
@@ -305,6 +311,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError) and _is_stdout_closed():
             return FAILED
         return report_failure(error)
+
+
+def _similar_commands(name: str) -> str:
+    """Return the commands that an unknown name may mean."""
+    similar = difflib.get_close_matches(name, _COMMANDS, n=1)
+    meant = f" (did you mean {similar[0]}?)" if similar else ""
+    return f"{meant}; jobs are {', '.join(ALGORITHMS)}, and nemo-like --help lists all commands"
+
+
+def _form_of_overrides(option: str, arguments: argparse.Namespace) -> str:
+    """Return how the key that an unknown option seems to mean is written."""
+    name = option.lstrip("-").partition("=")[0].replace("-", "_")
+    kind = arguments.command if arguments.command in ALGORITHMS else "sft"
+    job = job_schema(getattr(arguments, "kind", None) or kind)
+    form = "overrides are written KEY=VALUE"
+    if type_at(job.run_config, name) is not None:
+        return f"{form}: {name}=VALUE"
+    hint = unknown_text(job, name).partition("; did you mean ")[2]
+    if hint:
+        return f"{form}: did you mean {hint.removesuffix('?')}=VALUE?"
+    return f"{form}, see nemo-like {arguments.command} --help"
 
 
 def _is_stdout_closed() -> bool:

@@ -1,4 +1,4 @@
-"""Thirty realistic mistakes: each is one message with its cause, its place and what to write."""
+"""Realistic mistakes: each is one message with its cause, its place and what to write."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ class Mistake:
     changes: tuple[str, ...] = ()
     """Overrides."""
     files: Mapping[str, str] = field(default_factory=dict)
+    encoding: str = "utf-8"
+    """Of the files."""
     yaml: tuple[str, str] = ("", "")
     """A text of the config, and the text in its place."""
 
@@ -85,6 +87,64 @@ MISTAKES = {
         cause="separated by commas, not by ';'",
         place="rows.csv:1",
         fix="write the file with commas",
+    ),
+    "a text file in UTF-16": Mistake(
+        files={"rows.jsonl": lines(CHAT)},
+        encoding="utf-16",
+        changes=("data.train_path=rows.jsonl",),
+        cause="is UTF-16 text",
+        place="rows.jsonl",
+        fix="iconv -f UTF-16 -t UTF-8 rows.jsonl",
+    ),
+    "a comma behind the last value": Mistake(
+        files={"rows.jsonl": lines('{"prompt": "a, b", "completion": "b",}')},
+        changes=("data.train_path=rows.jsonl",),
+        cause="not valid JSON at column 38",
+        place="rows.jsonl:1",
+        fix="remove the comma before the bracket",
+    ),
+    "an option of another tool": Mistake(
+        command=("sft", "--learning_rate", "1e-5"),
+        cause="unknown argument '--learning_rate'",
+        place="--learning_rate",
+        fix="policy.optimizer.lr=VALUE",
+    ),
+    "a key as an option": Mistake(
+        command=("sft", "--policy.optimizer.lr=1e-5"),
+        cause="unknown argument '--policy.optimizer.lr=1e-5'",
+        place="--policy.optimizer.lr",
+        fix="written KEY=VALUE: policy.optimizer.lr=VALUE",
+    ),
+    "a key of another job": Mistake(
+        changes=("grpo.num_prompts_per_step=4",),
+        cause="keys of several jobs",
+        place="sft.yaml and the command line",
+        fix="sft of `sft` and grpo.num_prompts_per_step of `grpo`; remove those",
+    ),
+    "a misspelled command": Mistake(
+        command=("gropo", "--model", "model"),
+        cause="'gropo' is not a command",
+        place="gropo",
+        fix="did you mean grpo?",
+    ),
+    "a command that is not there": Mistake(
+        command=("trian", "--config", "sft.yaml"),
+        cause="'trian' is not a command",
+        place="trian",
+        fix="jobs are sft, grpo, dpo, distill, rm",
+    ),
+    "a size in place of a model": Mistake(
+        changes=("policy.model_name=70b",),
+        cause="policy.model_name is '70b'",
+        place="policy.model_name",
+        fix="a size is for `nemo-like plan` only; give the directory",
+    ),
+    "a model that is not beside the others": Mistake(
+        files={"models/SmolLM2-135M-Instruct/config.json": "{}"},
+        changes=("policy.model_name=models/Qwen3-0.6B",),
+        cause="not a directory",
+        place="policy.model_name",
+        fix="models has SmolLM2-135M-Instruct",
     ),
     "a misspelled key": Mistake(
         yaml=("train_global_batch_size", "train_global_batchsize"),
@@ -159,6 +219,19 @@ MISTAKES = {
         cause="unknown roles 'human' (write user), 'gpt' (write assistant)",
         place="own.jsonl:2",
         fix="conversations",
+    ),
+    "a file of two formats": Mistake(
+        files={"own.jsonl": lines(CHAT, {"prompt": "2+2=?", "completion": "4"})},
+        changes=("data.train_path=own.jsonl",),
+        cause="column 'messages' is missing; the rows before have messages",
+        place="own.jsonl:2",
+        fix="give rows of another format a file of their own",
+    ),
+    "a key that is there twice": Mistake(
+        yaml=("cluster: {backend: local}", "cluster: {backend: local}\ncluster: {num_nodes: 1}"),
+        cause="has the key cluster again",
+        place="sft.yaml:",
+        fix="keep one of both",
     ),
     "a preference file for SFT": Mistake(
         files={"pairs.jsonl": lines(PAIR)},
@@ -276,11 +349,35 @@ MISTAKES = {
         place="own_reward_d.py:2",
         fix="reward.on_error=zero or drop",
     ),
+    "a reward without a return": Mistake(
+        kind="grpo",
+        files={"own_reward_e.py": "def score(sample):\n    1.0 * len(sample.completion)\n"},
+        changes=("reward.functions.digits.path=own_reward_e.score",),
+        cause="returned None for the answer of",
+        place="reward.functions.digits",
+        fix="return a number",
+    ),
     "a logger that is not installed": Mistake(
         changes=("logger.wandb_project=own",),
         cause="wandb",
         place="logger.wandb_project",
         fix="pip install",
+    ),
+    "rows without answers": Mistake(
+        files={"chat.jsonl": lines(CHAT)},
+        command=("eval", "--config", "grpo.yaml", "data.validation_path=chat.jsonl"),
+        kind="grpo",
+        yaml=("tests.algorithms.rewards.digit_share", "nemo_like.environments.math.answer_reward"),
+        cause="no row of chat.jsonl has an answer",
+        place="reward.functions.digits",
+        fix="--perplexity",
+    ),
+    "rollouts of a run without any": Mistake(
+        files={"runs/acme/config.yaml": ""},
+        command=("show", "runs/acme"),
+        cause="there is no runs/acme/rollouts/step_0.jsonl",
+        place="runs/acme",
+        fix="`nemo-like report runs/acme` shows any run",
     ),
     "a path of a config": Mistake(
         files={"own.yaml": ""},
@@ -303,7 +400,7 @@ def test_a_mistake_is_one_message_with_cause_place_and_fix(
     config.write_text(config.read_text().replace(*mistake.yaml))
     for path, text in mistake.files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text)
+        (folder / path).write_text(text, mistake.encoding)
     monkeypatch.chdir(folder)
     # Read when the library is imported.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -106,11 +106,13 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help=text)
     add_start(parser)
     add_kind(parser)
-    source = parser.add_mutually_exclusive_group()
     text = "row lengths instead of the rows of data.train_path: integers, a CSV or a JSONL file"
-    source.add_argument("--lengths", type=Path, metavar="FILE", help=text)
-    text = "metrics.jsonl of a past run, whose lengths and config are used"
-    source.add_argument("--metrics", type=Path, metavar="FILE", help=text)
+    parser.add_argument("--lengths", type=Path, metavar="FILE", help=text)
+    text = (
+        "metrics.jsonl of a past run, or RUN, its directory: its config and measured training time"
+        " are used, and its lengths without --lengths"
+    )
+    parser.add_argument("--metrics", type=Path, metavar="FILE", help=text)
     text = "columns of a CSV or fields of a JSONL file of --lengths; several are added up"
     parser.add_argument("--column", metavar="NAME[,NAME]", help=text)
     text = "column of --lengths: rows with an equal value begin with the same tokens"

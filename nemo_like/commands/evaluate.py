@@ -27,6 +27,7 @@ from nemo_like.commands.answers import (
     prompt_record,
     weight_files,
 )
+from nemo_like.commands.start import ANSWER_REWARD
 from nemo_like.config.errors import ConfigError, counted
 from nemo_like.config.plain import to_dict
 from nemo_like.config.schema import ClusterConfig
@@ -126,6 +127,7 @@ def _score(config: AnswerSettings, out: Path | None, *, resume: bool) -> dict[st
     sampling = config.sampling
     models = _open_models(config)
     answers = Answers(config, num_samples=sampling.num_samples)
+    _check_answers(config, answers)
 
     def add_model_scores(records: list[Record]) -> None:
         if models:
@@ -150,6 +152,20 @@ def _score(config: AnswerSettings, out: Path | None, *, resume: bool) -> dict[st
         }
     settings |= {"pass_reward": sampling.pass_reward}
     return {"sets": sets, "settings": settings, "confidence": CONFIDENCE}
+
+
+def _check_answers(config: AnswerSettings, answers: Answers) -> None:
+    """Raise ConfigError if completions are compared with answers, and no row has one."""
+    functions = config.rollouts.rewards.functions
+    names = [name for name, each in functions.items() if each.path == ANSWER_REWARD]
+    prompts = chain.from_iterable(each.prompts for each in answers.sets)
+    if names and all(prompt.answer is None for prompt in prompts):
+        files = ", ".join(config.data.validation_files.values())
+        raise ConfigError(
+            f"no row of {files} has an answer for reward.functions.{names[0]} to compare with; set"
+            " data.columns={answer: NAME} or another reward, or measure the loss of the rows with"
+            " --perplexity"
+        )
 
 
 def _open_models(config: AnswerSettings) -> dict[str, RewardModelFiles]:

@@ -27,7 +27,7 @@ from nemo_like.models.spec import ModelSpec, load_spec
 from nemo_like.policy.batching import plan_spec, shared_prefix_mode, stream_spec
 from nemo_like.prediction.lengths import PastRun, RowLengths, read_lengths, read_run
 from nemo_like.prediction.placement import policy_placement
-from nemo_like.prediction.plan_report import PlanRequest, make_plan
+from nemo_like.prediction.plan_report import MeasuredTime, PlanRequest, make_plan, measured_time
 from nemo_like.prediction.search import KEYS, Candidate, Setting, all_settings, search
 from nemo_like.prediction.table import overrides_text, search_record, show, to_record
 from nemo_like.run.progress import Progress
@@ -92,8 +92,9 @@ class _Inputs:
     model: ModelSpec
     teachers: tuple[ModelSpec, ...]
     past: PastRun | None
-    memory_gib: float | None
-    notes: tuple[str, ...]
+    measured: MeasuredTime | None = None
+    memory_gib: float | None = None
+    notes: tuple[str, ...] = ()
 
     def request(self) -> PlanRequest:
         """Return the request for the config. Raises ConfigError, LayoutError among them."""
@@ -132,6 +133,7 @@ class _Inputs:
             stream=_stream_spec(config, spec),
             memory_gib=self.memory_gib,
             num_gpus=layout.world_size if config.cluster.gpus_per_node else 0,
+            measured=self.measured,
             shared_prefix=shared_prefix,
             logged={} if self.past is None else self.past.compare(spec, shared_prefix),
             notes=(
@@ -158,6 +160,13 @@ def _open_inputs(arguments: argparse.Namespace) -> _Inputs:
     if is_default and arguments.config is not None and arguments.gpus is None:
         notes = _raise_budget(arguments, config, rows)
         config = open_config(arguments, prints=False)
+    inputs = _inputs(config, rows, past)
+    inputs = replace(inputs, memory_gib=arguments.memory_gb, notes=notes)
+    return inputs if past is None else _with_measured_time(inputs, past, arguments)
+
+
+def _inputs(config: RunConfig, rows: RowLengths, past: PastRun | None) -> _Inputs:
+    """Open the models of a config. Raises ConfigError."""
     model = _open_spec("policy.model_name", config.policy.model_name)
     return _Inputs(
         config=config,
@@ -165,9 +174,22 @@ def _open_inputs(arguments: argparse.Namespace) -> _Inputs:
         model=model.with_output_head(config.needs.head),
         teachers=tuple(_open_spec(*each) for each in config.needs.teachers.items()),
         past=past,
-        memory_gib=arguments.memory_gb,
-        notes=notes,
     )
+
+
+def _with_measured_time(inputs: _Inputs, past: PastRun, arguments: argparse.Namespace) -> _Inputs:
+    """Add the training time of a past run, or a note if it does not apply."""
+    unchanged = {"config": past.config, "model": None, "data": None, "overrides": []}
+    try:
+        config = open_config(argparse.Namespace(**(vars(arguments) | unchanged)))
+        if bool(config.cluster.gpus_per_node) != bool(inputs.config.cluster.gpus_per_node):
+            raise ConfigError("only one of both uses GPUs (cluster.gpus_per_node)")
+        request = _inputs(config, past.rows(), None).request()
+    except ConfigError as error:
+        note = f"the time of the past run is not used: {error}"
+        return replace(inputs, notes=(*inputs.notes, note))
+    measured = measured_time(request, past, config.needs.batch.num_epochs)
+    return replace(inputs, measured=measured)
 
 
 def _name_run(arguments: argparse.Namespace) -> None:
@@ -271,8 +293,8 @@ def _check_sources(arguments: argparse.Namespace) -> None:
 def _row_lengths(
     config: RunConfig, past: PastRun | None, arguments: argparse.Namespace
 ) -> RowLengths:
-    """Return the lengths of a past run, of a file, or of the first rows of `data.train_path`."""
-    if past is not None:
+    """Return the lengths of a file, of a past run, or of the first rows of `data.train_path`."""
+    if past is not None and arguments.lengths is None:
         return past.rows(arguments.limit)
     if arguments.lengths is not None:
         columns = (arguments.column or "").split(",")

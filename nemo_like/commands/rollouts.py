@@ -128,7 +128,10 @@ def _read_records(directory: RunDirectory, step: int) -> Iterator[dict[str, Any]
         if steps:
             available = f"recorded are steps {', '.join(map(str, steps))}"
         else:
-            available = "give the directory of a GRPO run with logger.save_rollouts"
+            available = (
+                "rollouts are recorded by GRPO runs with logger.save_rollouts; `nemo-like report"
+                f" {shown_path(directory.path)}` shows any run"
+            )
         raise ConfigError(f"there is no {shown_path(path)}; {available}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{shown_path(path)} cannot be read: {error}") from error

@@ -46,7 +46,7 @@ from nemo_like.run.progress import Progress
 from nemo_like.training.model_files import load_checked_config, open_encoder
 from nemo_like.training.run_data import RunData, load_training
 
-_ANSWER_REWARD = "nemo_like.environments.math.answer_reward"
+ANSWER_REWARD = "nemo_like.environments.math.answer_reward"
 _NUM_SAMPLED = 1024
 """Examples whose tokens are counted."""
 _ENCODING_KEYS = ("data.", "policy.tokenizer_name", "policy.chat_template", "seed")
@@ -138,9 +138,9 @@ def choose_config(arguments: argparse.Namespace, kind: str | None) -> Chosen:
             raise ConfigError(
                 f"{arguments.data} has no answers to compare completions with; give --reward"
                 " package.function, which scores a completion, or add a column answer"
-                f"{named_column}"
+                f"{named_column}; SFT needs a turn of the assistant, or a column completion"
             )
-        named["reward.functions.answer.path"] = (_ANSWER_REWARD, "the rows have answers")
+        named["reward.functions.answer.path"] = (ANSWER_REWARD, "the rows have answers")
     progress = Progress(sys.stderr)
     num_sampled = min(_NUM_SAMPLED, len(data.train))
     rows = ALGORITHMS[kind].import_checks().first_lengths(draft, data, num_sampled, progress)
@@ -234,7 +234,7 @@ def _draft_data(
     values = named | _DRAFT
     if job.kind == "grpo":
         # Required, and not used.
-        values = {"reward.functions.answer.path": _ANSWER_REWARD} | values | _GRPO_DRAFT
+        values = {"reward.functions.answer.path": ANSWER_REWARD} | values | _GRPO_DRAFT
     kept = [each for each in overrides if each.lstrip("+~").startswith(_ENCODING_KEYS)]
     draft = load_values(job, nested(values), kept)
     schema, _ = ALGORITHMS[job.kind].import_data().row_schemas(draft)

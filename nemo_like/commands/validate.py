@@ -323,16 +323,25 @@ class _ScoringChecks:
         worker = RewardWorker(
             None, functions=reward.functions, timeout_s=timeout_s, timeout_name=limit
         )
+        is_scored = bool(reward.models) or self.config.environment.is_used
         for name, config in reward.functions.items():
             try:
                 score = float(worker.values(name, [self.sample], [None])[0])
             except RewardError as error:
                 self.diagnostics.problems.append(str(error))
+                is_scored = True
             else:
+                is_scored |= not isnan(score)
                 shown = "does not apply to" if isnan(score) else f"{score:g} for"
                 text = f"{name} ({config.path}): {shown} the answer of {self.place} itself"
                 self.diagnostics.add_lines("rewards", text)
         worker.close()
+        if self.sample.completion and not is_scored:
+            names = ", ".join(f"reward.functions.{name}" for name in functions)
+            self.diagnostics.problems.append(
+                f"{names} returned None for the answer of {self.place} itself, and nothing else"
+                " scores it: return a number (a function without `return` gives None)"
+            )
 
     def check_model(self, name: str) -> None:
         """Open the files of a reward model, encode the row and describe the model.

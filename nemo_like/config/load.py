@@ -347,7 +347,7 @@ def _refuse_duplicates(node: yaml.Node, name: str) -> None:
         if key.value in first_lines and key.tag != f"{_TAG}merge":
             raise ConfigError(
                 f"{name}:{line} has the key {shortened(key.value)} again; it is in line"
-                f" {first_lines[key.value]} already"
+                f" {first_lines[key.value]} already: keep one of both"
             )
         first_lines[key.value] = line
         # An alias is a node that was checked before.
@@ -461,34 +461,32 @@ def detect_kind(
         keys.add(section)
         if isinstance(value, Mapping):
             keys.update(f"{section}.{name}" for name in value)
-    found = []
-    for kind, config in jobs.items():
-        others = [other for name, other in jobs.items() if name != kind]
-        own_keys = [key for key in keys if type_at(config, key) is not None]
-        if any(all(type_at(other, key) is None for other in others) for key in own_keys):
-            found.append(kind)
+    found: dict[str, str] = {}
+    for key in sorted(keys, reverse=True):
+        kinds = [kind for kind, config in jobs.items() if type_at(config, key) is not None]
+        if len(kinds) == 1:
+            found[kinds[0]] = key
     if len(found) == 1:
-        return found[0]
-    guess = None if found else guess_job(content)
+        return next(iter(found))
+    if found:
+        shown = " and ".join(f"{key} of `{kind}`" for kind, key in found.items())
+        raise ConfigError(
+            f"{shown_path(path)} and the command line have keys of several jobs: {shown}; remove"
+            " those of the other jobs"
+        )
+    guess = guess_job(content)
     if guess:
         return guess
-    sections = "; ".join(f"`{kind}` has {names}" for kind, names in _own_sections(jobs).items())
-    problem = "has no section that only one job has"
-    fix = "add the section of its job"
-    if found:
-        problem = "has sections of several jobs"
-        fix = "remove the sections of the other jobs"
-    text = f"{shown_path(path)} {problem} ({sections}); {fix}, or pass --kind"
-    raise ConfigError(text) if found else UnknownJobError(text)
-
-
-def _own_sections(jobs: Mapping[str, type[RunConfig]]) -> dict[str, str]:
-    """Return job -> the top-level sections that are not in every config."""
     shared = field_types(RunConfig)
-    own = {}
-    for kind, config in jobs.items():
-        own[kind] = ", ".join(name for name in field_types(config) if name not in shared)
-    return own
+    own = {
+        kind: ", ".join(name for name in field_types(config) if name not in shared)
+        for kind, config in jobs.items()
+    }
+    sections = "; ".join(f"`{kind}` has {names}" for kind, names in own.items())
+    raise UnknownJobError(
+        f"{shown_path(path)} has no section that only one job has ({sections}); add the section of"
+        " its job, or pass --kind"
+    )
 
 
 def to_yaml(config: RunConfig) -> str:

@@ -29,6 +29,8 @@ class BatchNeeds:
     batch sizes of `policy` count examples."""
     num_rows: int
     """Rows of one step."""
+    num_epochs: int = 1
+    """Passes of training over the rows of a step."""
     is_fixed: bool = True
     """Every step has `policy.train_global_batch_size` examples."""
     lines: tuple[str, ...]

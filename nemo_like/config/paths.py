@@ -66,6 +66,8 @@ def model_directory(key: str, name: str, *, weights: bool) -> str:
     solution = "give the directory of a Hugging Face model, or the name of one on the hub"
     if path.endswith(".gguf") and os.path.isfile(path):
         solution = f"nemo-like convert {name} --out DIR makes one of this file"
+    elif re.fullmatch(r"[\d.]+[mb]", name.lower()):
+        solution = f"a size is for `nemo-like plan` only; {solution}"
     raise ConfigError(
         f"{key} is {name!r}, but there is no such directory{similar_path_text(Path(path))};"
         f" {solution} (OWNER/NAME, e.g. HuggingFaceTB/SmolLM2-135M-Instruct)"
@@ -178,11 +180,15 @@ def _download(
 
 
 def _nearby_text(path: Path) -> str:
-    """Return the suggestion of a directory with the name of `path`, or of a similar path."""
+    """Return the suggestion of a directory with the name of `path`, of a similar path, or the
+    models beside it.
+    """
     models = sorted(Path.cwd().glob(f"*/{path.name}/config.json"))
     if models:
         return f" (did you mean {shown_path(models[0].parent)!r}?)"
-    return similar_path_text(path)
+    beside = [file.parent.name for file in sorted(path.parent.glob("*/config.json"))]
+    has_models = f" ({shown_path(path.parent)} has {', '.join(beside[:10])})" if beside else ""
+    return similar_path_text(path) or has_models
 
 
 def _has_missing_weights(repository: str, path: str, cache: str | None, subject: str) -> bool:

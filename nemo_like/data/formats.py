@@ -74,6 +74,9 @@ class Question:
     tools: list[Tool] | None = None
 
 
+_OTHER_FORMAT = "remove the row, or give rows of another format a file of their own"
+
+
 @dataclass(frozen=True)
 class RowSchema:
     """The row formats that a job understands."""
@@ -130,12 +133,12 @@ class RowSchema:
                 found = "null" if column in row else "missing"
                 raise ConfigError(
                     f"column {column!r} is {found}; the rows before have {' + '.join(columns)},"
-                    f" this one has {shown_names(row)}"
+                    f" this one has {shown_names(row)}; {_OTHER_FORMAT}"
                 )
         if self._recognized(row) != columns:
             raise ConfigError(
                 f"columns {shown_names(row)} are another format than {' + '.join(columns)}, which"
-                " the rows before have"
+                f" the rows before have; {_OTHER_FORMAT}"
             )
         for column in columns:
             if column == "input_ids":

@@ -20,7 +20,7 @@ from nemo_like.data.formats import PROMPT_ROWS, SFT_ROWS, RowSchema, turns
 from nemo_like.data.images import RowImage
 from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.known_rows import known_row
-from nemo_like.data.messages import Message, is_trained, row_tools, unknown_roles
+from nemo_like.data.messages import MEANT, Message, is_trained, row_tools, unknown_roles
 from nemo_like.data.row_files import Row, shown_json
 
 _UNDERSTOOD = (
@@ -219,8 +219,9 @@ MARGIN_ROWS = RowSchema(
 def job_of_row(row: Row, columns: Mapping[str, str]) -> str:
     """Return the job that a row is for, with the names of `data.columns`.
 
-    A row that could be a prompt is one for SFT if it has a completion under another name. It is
-    `sft` for a row that no job can use, whose error then names what is wrong.
+    A row that could be a prompt is one for SFT if it has a completion under another name, or a turn
+    of the assistant with another role. It is `sft` for a row that no job can use, whose error then
+    names what is wrong.
     """
     schemas = {"dpo": PREFERENCE_ROWS, "sft": SFT_ROWS, "grpo": PROMPT_ROWS}
     possible = [kind for kind, schema in schemas.items() if _is_usable(row, columns, schema)]
@@ -229,6 +230,9 @@ def job_of_row(row: Row, columns: Mapping[str, str]) -> str:
     if PREFERENCE_ROWS.guess(row) is not None:
         return "dpo"
     has_completion = "completion" in {*row, *(SFT_ROWS.guess(row) or {})}
+    with suppress(ConfigError, KeyError):
+        roles = [turn["role"] for turn in turns(known_row(row, columns), "messages")]
+        has_completion |= any(MEANT.get(role.strip().lower()) == "assistant" for role in roles)
     return "sft" if has_completion else (*possible, "sft")[0]
 
 

@@ -12,6 +12,7 @@ library; a machine that cannot reach the hub uses the cache.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import json
@@ -156,10 +157,17 @@ def shown_json(value: Any) -> str:
 def _open_decompressed(path: Path) -> Iterator[IO[bytes]]:
     """Open a file for reading, decompressed if its name ends in one of `_COMPRESSIONS`.
 
-    Raises ConfigError, also within the block, if the compressed data is damaged or incomplete.
+    Raises ConfigError, also within the block, if the compressed data is damaged or incomplete, and
+    for UTF-16.
     """
     if path.suffix not in _COMPRESSIONS:
         with path.open("rb") as file:
+            if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                shown = shown_path(path)
+                raise ConfigError(
+                    f"{shown} is UTF-16 text, not UTF-8; convert it with `iconv -f UTF-16 -t UTF-8"
+                    f" {shown}`"
+                )
             yield file
         return
     import pyarrow
@@ -198,7 +206,8 @@ def _read_jsonl(path: Path) -> Iterator[LocatedRow]:
 
 
 def _read_json(path: Path) -> Iterator[LocatedRow]:
-    rows = _parse(path.read_bytes(), shown_path(path))
+    with _open_decompressed(path) as file:
+        rows = _parse(file.read(), shown_path(path))
     if not isinstance(rows, list):
         raise ConfigError(
             f"{shown_path(path)}: contains {shown_json(rows)}, not a list of objects; one object"
@@ -225,6 +234,8 @@ def _parse(data: bytes, location: str | Location) -> Any:
         if error.lineno > 1:
             place = f"line {error.lineno} {place}"
             hint = "; one object per line is a .jsonl file"
+        if re.match(r"\s*[}\]]", error.doc[error.doc.rfind(",", 0, error.pos + 1) + 1 :]):
+            hint += "; remove the comma before the bracket"
         near = error.doc[max(error.pos - 20, 0) : error.pos + 20]
         raise ConfigError(
             f"{location}: not valid JSON at {place}: {error.msg}, near {near!r}{hint}"

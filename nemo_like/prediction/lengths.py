@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from nemo_like.config.errors import ConfigError, counted, shown_path
-from nemo_like.data.planning.plan import plan_batch
+from nemo_like.data.planning.plan import BatchPlan, plan_batch
 from nemo_like.data.planning.prefixes import SharedPrefixes, SharedPrefixMode
 from nemo_like.data.planning.spec import PlanSpec
 from nemo_like.data.planning.token_counts import TokenCounts
@@ -216,25 +216,30 @@ class PastRun:
 
         The means are over the steps that have both; without such a step the result is empty.
         """
-        logged = []
-        planned = []
+        both = [(each, plan.metrics()) for each, plan in self.logged_plans(spec, shared_prefix)]
+        if not both:
+            return {}
+        names = [name for name in (*COMPARED, BUBBLE) if all(name in each for each in both[0])]
+        return {
+            name: (fmean(logged[name] for logged, _ in both), fmean(each[name] for _, each in both))
+            for name in names
+        }
+
+    def logged_plans(
+        self, spec: PlanSpec, shared_prefix: SharedPrefixMode
+    ) -> list[tuple[dict[str, float], BatchPlan]]:
+        """Return the metrics of each logged step, and the plan of its rows with `spec`."""
+        found = []
         for step, counts in self.steps.items():
             metrics = self.metrics.get(step, {})
             # A run that was killed may have planned a step without logging it.
             if metrics.keys() >= set(COMPARED):
-                logged.append(metrics)
                 episodes = self.episodes.get(step)
                 plan = plan_batch(
                     counts, spec, episodes=episodes, shared_prefix=shared_prefix, warn=False
                 )
-                planned.append(plan.metrics())
-        if not logged:
-            return {}
-        names = [name for name in (*COMPARED, BUBBLE) if name in logged[0] and name in planned[0]]
-        return {
-            name: (fmean(each[name] for each in logged), fmean(each[name] for each in planned))
-            for name in names
-        }
+                found.append((metrics, plan))
+        return found
 
 
 def read_run(path: Path) -> PastRun:

@@ -9,6 +9,7 @@ import math
 import warnings
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from statistics import median
 
 import numpy as np
 
@@ -23,12 +24,21 @@ from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import Oversize
 from nemo_like.prediction.comparison import Comparison, Outcome, Strategy, compare, packed_spec
 from nemo_like.prediction.duration import StepDuration
-from nemo_like.prediction.lengths import RowLengths
+from nemo_like.prediction.lengths import PastRun, RowLengths
 from nemo_like.prediction.memory import GIB, MemoryModel, usable_bytes
 from nemo_like.prediction.placement import Placement
 
 BUDGET_MULTIPLE = 256
 """Recommended token budgets are multiples of this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredTime:
+    """Training time of a past run over the prediction from the assumed rates."""
+
+    scale: float
+    """Median over the steps."""
+    num_steps: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +63,9 @@ class PlanRequest:
     memory_gib: float | None = None
     """Memory of one GPU; None: no budget is recommended."""
     num_gpus: int = 0
-    """GPUs of the run; 0 on a CPU, whose time is not predicted."""
+    """GPUs of the run; 0 on a CPU, whose time is predicted from a past run only."""
+    measured: MeasuredTime | None = None
+    """Training time of a past run on such devices; None: the rates are assumed."""
     logged: dict[str, tuple[float, float]] = field(default_factory=dict)
     """For a past run: metric -> (logged value, value predicted from the lengths)."""
     notes: tuple[str, ...] = ()
@@ -70,8 +82,14 @@ class PlanRequest:
 
     @property
     def has_seconds(self) -> bool:
-        """True if the time in seconds is predicted: the rates are of GPUs in bfloat16."""
-        return self.num_gpus > 0 and self.placement.precision == "bfloat16"
+        """True if the time is predicted in seconds: the assumed rates are of GPUs in bfloat16."""
+        is_assumed = self.num_gpus > 0 and self.placement.precision == "bfloat16"
+        return is_assumed or self.measured is not None
+
+    @property
+    def time_scale(self) -> float:
+        """Factor of the time that is predicted from the assumed rates."""
+        return 1.0 if self.measured is None else self.measured.scale
 
     @property
     def overheads(self) -> dict[str, float]:
@@ -198,7 +216,22 @@ def seconds_per_step(request: PlanRequest, outcome: Outcome) -> float:
     duration = request.duration
     # The work of a spec may have another unit than FLOPs.
     num_flops = outcome.total_work / request.spec.cost.linear * duration.token_flops
-    return num_flops / duration.flops_per_s / outcome.plan.num_steps
+    return num_flops / duration.flops_per_s / outcome.plan.num_steps * request.time_scale
+
+
+def measured_time(request: PlanRequest, past: PastRun, num_epochs: int) -> MeasuredTime | None:
+    """Compare the training time of the steps of a run with the prediction; None without steps.
+
+    `request` is of the config of the run, whose steps train `num_epochs` times on their rows.
+    """
+    strategy = Strategy("configured", "as configured", request.spec)
+    scales = []
+    for metrics, plan in past.logged_plans(request.spec, request.shared_prefix):
+        outcome = Outcome(strategy, plan, request.max_tokens, **request.overheads)
+        predicted = seconds_per_step(request, outcome) * plan.num_steps * num_epochs
+        scales.append(metrics.get("timing/train_s", 0.0) / predicted)
+    # The first step after a start compiles; a mean would include it.
+    return MeasuredTime(scale=median(scales), num_steps=len(scales)) if any(scales) else None
 
 
 def max_useful_tokens(lengths: np.ndarray, spec: PlanSpec, multiple: int) -> int:

@@ -1,7 +1,8 @@
 """Search for the fastest layout and activation checkpointing that fit into the memory of a GPU.
 
-A setting whose lower bound of the step time is above the best time found is not planned, so the
-result is the one of planning every setting.
+Of settings with nearly equal times the one with the smallest layout is recommended. A setting whose
+lower bound of the step time is further above the best time found is not planned, so the result is
+the one of planning every setting.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ _NUM_STEPS = 4
 _NODE_GPUS = 8
 """Tensor- and context-parallel groups stay within a node of so many GPUs."""
 _SIZES = (1, 2, 4, 8)
+_NEAR_TIE = 1.02
+"""Ratio of two predicted times below which the smaller layout is preferred."""
 
 
 class Setting(NamedTuple):
@@ -60,7 +63,7 @@ class Candidate:
     seconds: float
     """Of an optimizer step; infinite if the longest row does not fit."""
     is_bound: bool = False
-    """`seconds` is a lower bound, above the time of the best setting."""
+    """`seconds` is a lower bound, and more than a near tie above the time of the fastest."""
 
     @property
     def fits(self) -> bool:
@@ -84,7 +87,7 @@ def all_settings(num_gpus: int, *, has_experts: bool, fixed: dict[str, Any]) -> 
 def search(
     settings: Iterable[Setting], request_of: Callable[[Setting], PlanRequest | None]
 ) -> list[Candidate]:
-    """Return a candidate for each setting that is possible, the fastest first.
+    """Return a candidate for each setting that is possible: the recommended one, then by time.
 
     `request_of` returns None for a setting that model, engine or batch do not allow.
     """
@@ -94,12 +97,15 @@ def search(
     best = math.inf
     for each in sorted(found, key=_order):
         candidate = each
-        if each.fits and each.seconds < best:
+        if each.fits and each.seconds < best * _NEAR_TIE:
             seconds = seconds_per_step(each.request, plan_configured(each.request))
             candidate = replace(each, seconds=seconds, is_bound=False)
             best = min(best, seconds)
         planned.append(candidate)
-    return sorted(planned, key=_order)
+    planned.sort(key=_order)
+    near = [each for each in planned if not each.is_bound and each.seconds <= best * _NEAR_TIE]
+    recommended = min(near or planned, key=lambda each: math.prod(each.setting[1:]), default=None)
+    return sorted(planned, key=lambda each: each is not recommended)
 
 
 def alternatives(candidates: list[Candidate]) -> list[Candidate]:
@@ -114,7 +120,7 @@ def alternatives(candidates: list[Candidate]) -> list[Candidate]:
         for other in sorted(values):
             each = next(each for each in candidates if each.setting[index] == other)
             found.setdefault(each.setting, each)
-    return sorted(found.values(), key=_order)
+    return sorted(found.values(), key=lambda each: (each is not best, *_order(each)))
 
 
 def _order(candidate: Candidate) -> tuple[float, float, Setting]:
@@ -157,4 +163,5 @@ def _bound_seconds(request: PlanRequest) -> float:
     work += request.overheads["token_work"] * counts.lengths.sum()
     num_steps = math.ceil(len(counts.lengths) / request.batch_size)
     num_flops = work / request.spec.cost.linear * duration.token_flops
-    return float(num_flops) / request.spec.num_ranks / duration.flops_per_s / num_steps
+    seconds = float(num_flops) / request.spec.num_ranks / duration.flops_per_s / num_steps
+    return seconds * request.time_scale

@@ -18,7 +18,7 @@ from nemo_like.prediction.comparison import Outcome
 from nemo_like.prediction.duration import BYTES_PER_S
 from nemo_like.prediction.lengths import BUBBLE
 from nemo_like.prediction.memory import GIB, usable_bytes
-from nemo_like.prediction.plan_report import PlanReport, seconds_per_step
+from nemo_like.prediction.plan_report import PlanReport, PlanRequest, seconds_per_step
 from nemo_like.prediction.search import KEYS, Candidate, alternatives
 
 FORMAT = 4
@@ -169,7 +169,7 @@ def verdict(report: PlanReport) -> str:
 
 
 def duration_lines(report: PlanReport) -> list[str]:
-    """Return the lines about the time in seconds, with what it assumes; none for a CPU."""
+    """Return the lines about the time in seconds, with what it assumes; none without rates."""
     request = report.request
     if not request.has_seconds:
         return []
@@ -177,19 +177,37 @@ def duration_lines(report: PlanReport) -> list[str]:
     seconds = seconds_per_step(request, comparison.chosen)
     num_tokens = int(report.lengths.sum())
     total = seconds * comparison.num_steps
-    gpu_hours = total * request.num_gpus / 3600
-    kernels = "compiled" if request.duration.is_compiled else "eager"
-    time = (
-        f"{counted(request.num_gpus, 'H100 GPU')}: {seconds:.3g} s per step,"
-        f" {num_tokens / total:,.0f} tokens/s, {gpu_hours / num_tokens * 1e9:,.0f} GPU hours per"
-        f" billion tokens; these rows take {gpu_hours:.3g} GPU hours"
-    )
-    assumptions = (
-        f"assumed: {request.duration.mfu:.0%} of 989 TFLOP/s ({kernels} layers, measured on one"
+    speed = f"{seconds:.3g} s per step, {num_tokens / total:,.0f} tokens/s"
+    time = f"as in the past run: {speed}; these rows take {total / 3600:.3g} hours"
+    if request.num_gpus:
+        gpu_hours = total * request.num_gpus / 3600
+        model = "H100 GPU" if request.measured is None else "GPU"
+        time = (
+            f"{counted(request.num_gpus, model)}: {speed}, {gpu_hours / num_tokens * 1e9:,.0f} GPU"
+            f" hours per billion tokens; these rows take {gpu_hours:.3g} GPU hours"
+        )
+    return [time, _source_of_rates(request)]
+
+
+def _source_of_rates(request: PlanRequest) -> str:
+    """Return what the times in seconds are based on."""
+    scope = "training steps alone, without loading, checkpoints and generation"
+    duration = request.duration
+    if request.measured is not None:
+        rate = request.measured
+        share = (
+            "" if request.num_gpus == 0 else f" ({duration.mfu / rate.scale:.0%} of 989 TFLOP/s)"
+        )
+        return (
+            f"measured: the median training time of {counted(rate.num_steps, 'step')} of the past"
+            f" run{share}; {scope}"
+        )
+    kernels = "compiled" if duration.is_compiled else "eager"
+    return (
+        f"assumed: {duration.mfu:.0%} of 989 TFLOP/s ({kernels} layers, measured on one"
         f" H200 with 1B and 8B shapes), collectives at {BYTES_PER_S / 1e9:.0f} GB/s per GPU;"
-        " training steps alone, without loading, checkpoints and generation"
+        f" {scope}"
     )
-    return [time, assumptions]
 
 
 def search_table(found: list[Candidate]) -> TextTable:

@@ -7,7 +7,7 @@ has numbers and names of phases only. Colors are legible on a light and on a dar
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,7 +24,8 @@ COLORS = (
 )
 """Colors of series, in their order; more series begin again."""
 PADDING_COLOR = "#e0a458"
-MARK_COLOR = "#c8556b"
+MARK_COLORS = ("#c8556b", "#3fa07a", "#8b6cc4", "#a9843f", "#3fa3b8")
+"""Colors of vertical lines, none of which is the color of the bars."""
 MAX_POINTS = 1000
 """Points of a curve; longer ones show the extremes of equal parts."""
 _MAX_RANKS = 64
@@ -43,7 +44,7 @@ class Legend:
 
     label: str
     color: str
-    kind: Literal["line", "dashed", "point", "box"] = "line"
+    kind: Literal["line", "dashed", "point", "box", "mark"] = "line"
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,8 +55,8 @@ class Chart:
     drawing: figure
     note: str = ""
     legend: Sequence[Legend] = ()
-    marks: Mapping[str, str] = field(default_factory=dict)
-    """Label -> value of a vertical line."""
+    marks: Sequence[Legend] = ()
+    """Label and value of each vertical line."""
     is_wide: bool = False
 
 
@@ -93,7 +94,7 @@ class ChartIds:
 
 def curves(title: str, series: Sequence[Series], *, note: str = "", percent: bool = False) -> Chart:
     """Return curves over steps."""
-    drawing = _figure(height=210, tools="xbox_zoom,reset,hover")
+    drawing = _figure(height=210, tools="xbox_zoom,reset,hover", has_steps=True)
     drawing.hover.tooltips = [("step", "@x"), ("", f"@y{{{'0.0%' if percent else '0.0[00000]'}}}")]
     for each in series:
         x, y = downsampled(each.x, each.y)
@@ -152,15 +153,14 @@ def histogram(
     _number_axis(drawing.yaxis, percent=not is_single)
     _number_axis(drawing.xaxis)
     drawing.y_range.update(start=0)
-    _draw_marks(drawing, marks)
     legend = [Legend(name, color_of(index), "box") for index, name in enumerate(values)]
-    shown = {name: f"{value:,.0f}" for name, value in marks.items()}
+    shown = _draw_marks(drawing, marks, ",.0f")
     return Chart(title, drawing, "", () if is_single else legend, shown, is_wide=True)
 
 
 def stacked_areas(title: str, x: np.ndarray, parts: Mapping[str, np.ndarray]) -> Chart:
     """Return the parts of a sum over steps, the first at the bottom."""
-    drawing = _figure(height=240, tools="xbox_zoom,reset")
+    drawing = _figure(height=240, tools="xbox_zoom,reset", has_steps=True)
     # The same steps in all parts, so they are not downsampled by value.
     chosen = np.unique(np.linspace(0, len(x) - 1, min(len(x), MAX_POINTS)).round().astype(int))
     data = {"x": x[chosen].astype(np.int32)}
@@ -206,9 +206,8 @@ def stacked_bars(
         -index: printable(name) for index, name in enumerate(bars)
     }
     drawing.yaxis.axis_line_color = drawing.yaxis.major_tick_line_color = None
-    _draw_marks(drawing, marks or {})
     legend = [Legend(name, colors[name], "box") for name in names]
-    shown = {name: f"{value:,.3g} {unit}" for name, value in (marks or {}).items()}
+    shown = _draw_marks(drawing, marks or {}, ",.3g", unit)
     return Chart(title, drawing, "", legend, shown, is_wide=True)
 
 
@@ -246,9 +245,7 @@ def rank_timeline(
     drawing.x_range.update(start=0, end=1.01 * (end or last))
     drawing.yaxis.visible = False
     drawing.ygrid.visible = False
-    _draw_marks(drawing, marks)
-    shown = {name: f"{value:.3f}" for name, value in marks.items()}
-    return Chart(title, drawing, note, (), shown, is_wide=True)
+    return Chart(title, drawing, note, (), _draw_marks(drawing, marks, ".3f"), is_wide=True)
 
 
 def microbatch_starts(work: np.ndarray, *, waits: bool) -> np.ndarray:
@@ -259,8 +256,9 @@ def microbatch_starts(work: np.ndarray, *, waits: bool) -> np.ndarray:
     return np.cumsum(work, axis=1) - work
 
 
-def _figure(*, height: int, tools: str) -> figure:
-    """Return an empty drawing as wide as its element."""
+def _figure(*, height: int, tools: str, has_steps: bool = False) -> figure:
+    """Return an empty drawing as wide as its element; `has_steps` if its x axis counts steps."""
+    from bokeh.models import AdaptiveTicker
     from bokeh.plotting import figure
 
     drawing = figure(
@@ -268,6 +266,8 @@ def _figure(*, height: int, tools: str) -> figure:
     )
     # A toolbar without buttons would be a bar without a use.
     drawing.toolbar.visible = "zoom" in tools
+    if has_steps:
+        drawing.xaxis.ticker = AdaptiveTicker(mantissas=[1, 2, 5], min_interval=1)
     return drawing
 
 
@@ -287,12 +287,19 @@ def _source(data: Mapping[str, Any]) -> Any:
     return ColumnDataSource(dict(data))
 
 
-def _draw_marks(drawing: figure, marks: Mapping[str, float]) -> None:
+def _draw_marks(
+    drawing: figure, marks: Mapping[str, float], form: str, unit: str = ""
+) -> list[Legend]:
+    """Draw vertical lines; return their legend."""
     from bokeh.models import Span
 
-    for value in marks.values():
-        line = Span(location=value, dimension="height", line_color=MARK_COLOR, line_width=1.2)
+    legend = []
+    for index, (name, value) in enumerate(marks.items()):
+        color = MARK_COLORS[index % len(MARK_COLORS)]
+        line = Span(location=value, dimension="height", line_color=color, line_width=1.2)
         drawing.add_layout(line)
+        legend.append(Legend(f"{name} {value:{form}} {unit}".rstrip(), color, "mark"))
+    return legend
 
 
 def javascript() -> str:

@@ -198,8 +198,13 @@ def test_the_job_is_told_from_its_sections(write: Write) -> None:
         ConfigError, match=r"run.yaml has no section .*`sft` has sft; `grpo` has grpo, loss_fn"
     ):
         detect_kind(write(MINIMAL))
-    with pytest.raises(ConfigError, match="sections of several jobs"):
+    several = (
+        "run.yaml and the command line have keys of several jobs: sft of `sft` and {} of `grpo`;"
+    )
+    with pytest.raises(ConfigError, match=several.format("grpo")):
         detect_kind(write(MINIMAL + "sft: {}\ngrpo: {}\n"))
+    with pytest.raises(ConfigError, match=several.format("grpo.max_num_steps")):
+        detect_kind(write(MINIMAL + "sft: {}\n"), ["grpo.max_num_steps=3"])
 
 
 @pytest.mark.parametrize(

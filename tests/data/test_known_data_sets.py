@@ -125,6 +125,12 @@ DATA_SETS: dict[str, tuple[dict[str, Any], str, dict[str, str] | None]] = {
 SCHEMAS = {"sft": SFT_ROWS, "grpo": PROMPT_ROWS, "dpo": PREFERENCE_ROWS}
 
 
+@pytest.mark.parametrize(("role", "job"), [("gpt", "sft"), (" Assistant", "sft"), ("user", "grpo")])
+def test_turns_of_the_assistant_with_other_roles_are_for_sft(role: str, job: str) -> None:
+    row = {"messages": [{"role": "human", "content": "q"}, {"role": role, "content": "a"}]}
+    assert job_of_row(row, {}) == job
+
+
 @pytest.mark.parametrize("name", DATA_SETS)
 def test_the_job_and_the_columns_of_a_data_set(name: str) -> None:
     row, job, columns = DATA_SETS[name]

@@ -121,6 +121,7 @@ class GrpoRunConfig(RunConfig):
             key="grpo.num_prompts_per_step",
             num_examples=self.grpo.num_prompts_per_step,
             num_rows=self.rows_per_step,
+            num_epochs=self.grpo.num_epochs_per_rollout,
             lines=tuple(_batch_lines(self)),
         )
         rollouts = RolloutNeeds(
