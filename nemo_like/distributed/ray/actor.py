@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_like.console import quiet_libraries
-from nemo_like.distributed import activity
+from nemo_like.distributed import activity, stacks
 from nemo_like.distributed.activity import count_oom_kills, machine_id, set_variables
 from nemo_like.distributed.errors import ClusterError
 from nemo_like.distributed.ray.failures import Location, ProgressMonitor, Raised, start_heartbeat
@@ -51,6 +51,7 @@ class WorkerActor:
         # workers.
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
+        stacks.register()
         if progress_timeout_s > 0:
             start_heartbeat(heartbeat_key, progress_timeout_s)
         self._label = label

@@ -41,7 +41,7 @@ from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemo_like.config.errors import error_text
-from nemo_like.distributed import activity
+from nemo_like.distributed import activity, stacks
 from nemo_like.distributed.activity import count_oom_kills, machine_id, process_state, reason_of_end
 from nemo_like.distributed.errors import (
     SAVE_MEMORY,
@@ -109,12 +109,16 @@ class Raised:
     """True if a collective was aborted or timed out: most likely a secondary failure, caused by
     the failure of another worker.
     """
+    collective: str = ""
+    """That collective."""
 
     @classmethod
     def from_exception(cls, error: Exception) -> Raised:
         """Convert an exception with its traceback."""
         text = "".join(traceback.format_exception(error))
-        return cls(_picklable(error), text, is_collective_error(error))
+        is_collective = is_collective_error(error)
+        collective = stacks.last_collective() if is_collective else ""
+        return cls(_picklable(error), text, is_collective, collective)
 
 
 def _picklable(error: Exception) -> Exception:
@@ -145,6 +149,8 @@ def start_heartbeat(key: str, timeout_s: float) -> None:
             # Only when it may be needed: the stack of a busy process is of no use and costs time.
             stack = activity.active_stack() if idle_s > timeout_s / 2 else ""
             record = {"beat": beat, "count": last.num_notes, "text": last.text, "stack": stack}
+            if stacks.is_in_collective(stack):
+                record["collective"] = stacks.last_collective()
             with suppress(Exception):  # the head is unreachable; the driver detects that itself
                 internal_kv._internal_kv_put(
                     key.encode(), json.dumps(record).encode(), overwrite=True
@@ -169,6 +175,8 @@ class Silence:
     text: str
     """Its last activity."""
     stack: str = ""
+    collective: str = ""
+    """The collective in which it waits for others."""
 
 
 @dataclass(slots=True)
@@ -184,6 +192,7 @@ class _LastReport:
     beat_s: float = 0.0
     text: str = "none reported"
     stack: str = ""
+    collective: str = ""
 
 
 @dataclass
@@ -234,15 +243,25 @@ class ProgressMonitor:
     def longest_silence(self, ranks: Iterable[int], *, min_silent_s: float) -> Silence | None:
         """Return the worker with the longest silence of at least `min_silent_s`, if any.
 
-        A worker that does not respond comes first: the others may wait for it in a collective.
+        A worker that does not respond comes first, and one that waits in a collective last: others
+        wait for a worker that is not there.
         """
         if self.timeout_s <= 0:
             return None
         silences = [self._update(rank) for rank in ranks]
         too_long = [silence for silence in silences if silence.silent_s >= min_silent_s]
         return max(
-            too_long, key=lambda silence: (not silence.responds, silence.silent_s), default=None
+            too_long,
+            key=lambda each: (not each.responds, not each.collective, each.silent_s),
+            default=None,
         )
+
+    def waiting_text(self, missing: int) -> str:
+        """Return which other worker waits in which collective; empty if none is known to."""
+        for rank, report in self._reports.items():
+            if rank != missing and report.collective:
+                return waiting_text(rank, report.collective)
+        return ""
 
     def close(self, num_ranks: int) -> None:
         """Remove the records of the group."""
@@ -268,13 +287,20 @@ class ProgressMonitor:
                 report.beat_s = now
             report.text = record["text"]
             report.stack = record["stack"]
+            report.collective = record.get("collective", "")
         return Silence(
             rank=rank,
             silent_s=now - report.progressed_s,
             responds=now - report.beat_s <= _MAX_MISSED * period_s(self.timeout_s),
             text=report.text,
             stack=report.stack,
+            collective=report.collective,
         )
+
+
+def waiting_text(rank: int, collective: str) -> str:
+    """Return the sentence about a worker that waits in a collective."""
+    return f"Worker {rank} waited for it in {collective}." if collective else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,9 +364,18 @@ def explain(failure: Failure, group: str, location: Location) -> WorkerFailure:
     )
 
 
-def explain_hung(silence: Silence, group: str, method: str, location: Location) -> WorkerHung:
-    """Return the exception for a worker that reported no progress for too long."""
+def explain_hung(
+    silence: Silence, group: str, method: str, location: Location, waiting: str = ""
+) -> WorkerHung:
+    """Return the exception for a worker that reported no progress for too long.
+
+    `waiting` is the sentence about another worker that waits for it.
+    """
     evidence = None if silence.responds else collect_evidence(location)
+    # The last stack of a process that does not respond is from before.
+    stack = silence.stack
+    if evidence is not None and evidence.is_running:
+        stack = _on_node(location, stacks.stack_of, location.pid, location.log_path) or stack
     if silence.responds:
         state = "Its process still answers, so its main thread waits or loops."
     elif evidence is None:
@@ -352,6 +387,10 @@ def explain_hung(silence: Silence, group: str, method: str, location: Location) 
             f"Its process does not respond (state {evidence.process_state or 'gone'}): native code"
             " holds the interpreter, or the machine is overloaded."
         )
+    if call := stacks.innermost(stack):
+        state += f" Its innermost call is {call}."
+    if waiting:
+        state += f" {waiting}"
     return WorkerHung(
         group=group,
         rank=silence.rank,
@@ -361,7 +400,7 @@ def explain_hung(silence: Silence, group: str, method: str, location: Location) 
         silent_s=silence.silent_s,
         activity=silence.text,
         state=state,
-        stack=silence.stack,
+        stack=stack,
         setting=progress_setting(group, method),
     )
 

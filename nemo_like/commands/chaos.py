@@ -1,0 +1,249 @@
+"""`nemo-like chaos`: runs a config undisturbed, then with faults, and compares what they leave."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from nemo_like.algorithms.registry import detect_kind, load_config
+from nemo_like.commands.arguments import FAULT_KINDS, FAULT_TARGETS
+from nemo_like.commands.faults import Fault, FaultyRun, Outcome
+from nemo_like.config.errors import ConfigError, shown_path
+from nemo_like.config.load import to_dict, to_yaml
+from nemo_like.config.schema import RunConfig
+from nemo_like.console import say
+from nemo_like.run.comparison import differences, prompt_differences
+from nemo_like.run.files import read_json_lines
+
+_MIN_TIMEOUT_S = 30.0
+_STEPS_OF_TIMEOUT = 5
+_STARTS_OF_TIMEOUT = 2
+"""A worker hangs that makes no progress for so many times the slowest step, or the start of the
+workers, and at least 30 s."""
+_WRITES = ("kill", "full_disk")
+"""Faults that are also injected during a save."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run, print the table, and return 1 if a run did not recover or differs.
+
+    Raises ConfigError.
+    """
+    config = _config(arguments)
+    folder = Path(config.output_dir)
+    if folder.exists():
+        raise ConfigError(f"{shown_path(folder)} exists; remove it, or set another run_name")
+    folder.mkdir(parents=True)
+    chaos = _Chaos(config, arguments, folder)
+    chaos.run_undisturbed()
+    chaos.run_faulty()
+    _print_table(chaos.outcomes)
+    for problem in chaos.problems:
+        say(f"problem: {problem}")
+    say("equal to the undisturbed run" if not chaos.problems else f"{len(chaos.problems)} problems")
+    return 1 if chaos.problems else 0
+
+
+def _config(arguments: argparse.Namespace) -> RunConfig:
+    kind = arguments.kind or detect_kind(arguments.config, arguments.overrides)
+    config = load_config(kind, arguments.config, arguments.overrides)
+    cluster = config.cluster
+    if cluster.backend != "ray":
+        raise ConfigError("chaos needs cluster.backend=ray: without Ray a run is one process")
+    if cluster.num_nodes > 1 and cluster.gpus_per_node:
+        raise ConfigError(
+            f"chaos starts the cluster.num_nodes={cluster.num_nodes} nodes on this machine, where"
+            " they would share its GPUs; set cluster.num_nodes=1"
+        )
+    restart = replace(cluster.restart, max_restarts=arguments.kills + 1, backoff_s=0.1)
+    max_restarts = max(cluster.max_restarts, arguments.kills)
+    return replace(
+        config,
+        output_dir=str(Path(config.output_dir) / f"{config.run_name}_chaos"),
+        cluster=replace(cluster, restart=restart, max_restarts=max_restarts),
+    )
+
+
+class _Chaos:
+    """The undisturbed run, the runs with faults, and what they found."""
+
+    def __init__(self, config: RunConfig, arguments: argparse.Namespace, folder: Path) -> None:
+        self._config = config
+        self._arguments = arguments
+        self._folder = folder
+        self._rng = random.Random(arguments.seed)
+        self._step_s = 0.0
+        self._targets: set[str] = set()
+        self.outcomes: list[Outcome] = []
+        self.problems: list[str] = []
+
+    def run_undisturbed(self) -> None:
+        """Run without faults; its groups and times determine the faults. Raises ConfigError."""
+        started = time.monotonic()
+        run = self._start("undisturbed")
+        problem = run.finish()
+        self._targets = {"driver", "raylet", "head", *run.groups()}
+        problems = [problem, *run.close()]
+        if any(problems):
+            raise ConfigError(f"the undisturbed run failed: {'; '.join(filter(None, problems))}")
+        records = list(read_json_lines(run.path / "metrics.jsonl"))
+        times = [record["timing/step_s"] for record in records if "timing/step_s" in record]
+        self._step_s = sum(times) / len(times)
+        start_s = sum(record.get("timing/start_workers_s", 0.0) for record in records)
+        timeout_s = max(
+            _MIN_TIMEOUT_S, _STEPS_OF_TIMEOUT * max(times), _STARTS_OF_TIMEOUT * start_s
+        )
+        seconds = time.monotonic() - started
+        say(
+            f"undisturbed: {len(times)} steps of {self._step_s:.2f} s in {seconds:.0f} s; a worker"
+            f" hangs after {timeout_s:.0f} s without progress"
+        )
+        policy = self._config.policy
+        generation = replace(policy.generation, progress_timeout_s=timeout_s)
+        self._config = replace(
+            self._config,
+            policy=replace(policy, generation=generation),
+            cluster=replace(self._config.cluster, progress_timeout_s=timeout_s),
+        )
+
+    def run_faulty(self) -> None:
+        """Run with faults until all were injected; compare each run with the undisturbed one."""
+        plan = make_plan(self._faults(), self._arguments.kills, self._rng)
+        number = 0
+        while plan:
+            number += 1
+            run = self._start(f"faults_{number}")
+            num_before = len(self.outcomes)
+            while plan and not self._has_failed(num_before):
+                outcome = run.inject(plan[0], self._rng, self._step_s)
+                if outcome is None:
+                    break
+                plan.pop(0)
+                self.outcomes.append(outcome)
+                say(f"{len(self.outcomes)}. {_line(outcome)}")
+            problem = self.outcomes[-1].problem if self._has_failed(num_before) else run.finish()
+            self.problems += [
+                f"{run.path.name}: {each}" for each in (problem, *run.close()) if each
+            ]
+            if not problem:
+                found = list(self._differences(run.path))
+                self.problems += [f"{run.path.name}: {each}" for each in found]
+            self._write_report()
+
+    def _has_failed(self, num_before: int) -> bool:
+        return any(each.problem for each in self.outcomes[num_before:])
+
+    def _differences(self, path: Path) -> Iterator[str]:
+        expected = self._folder / "undisturbed"
+        if self._is_exact:
+            return differences(expected, path)
+        return prompt_differences(expected, path)
+
+    @property
+    def _is_exact(self) -> bool:
+        """True if equal runs are equal bit for bit: rows do not depend on the order of events."""
+        job = to_dict(self._config).get(self._config.kind, {})
+        return not job.get("max_staleness") and self._config.environment.path is None
+
+    def _faults(self) -> list[Fault]:
+        """Return each combination of the selected kinds and targets that the run has."""
+        kinds = self._arguments.kinds or FAULT_KINDS
+        named = self._arguments.targets or FAULT_TARGETS
+        targets = [each for each in named if each in self._targets]
+        faults = [
+            Fault(kind, each, False) for kind in kinds for each in targets if kind != "full_disk"
+        ]
+        if "full_disk" in kinds:
+            faults.append(Fault("full_disk", "policy", True))
+        if not faults:
+            raise ConfigError(
+                f"--targets {','.join(named)}: the run has {', '.join(sorted(self._targets))} only"
+            )
+        return faults
+
+    def _start(self, name: str) -> FaultyRun:
+        config = replace(self._config, run_name=name, resume=True)
+        path = self._folder / f"{name}.yaml"
+        path.write_text(to_yaml(config))
+        command = [sys.executable, "-m", "nemo_like", config.kind, "--config", str(path)]
+        cluster = config.cluster
+        num_workers = cluster.workers_per_node + cluster.generation_workers
+        return FaultyRun(
+            command,
+            self._folder / name,
+            num_nodes=cluster.num_nodes,
+            num_cpus=max(1, round(num_workers * cluster.cpus_per_worker + 0.5)),
+            timeout_s=self._arguments.timeout_s,
+        )
+
+    def _write_report(self) -> None:
+        report = {
+            "seed": self._arguments.seed,
+            "outcomes": [asdict(each) for each in self.outcomes],
+            "problems": self.problems,
+        }
+        (self._folder / "chaos.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+def make_plan(faults: Sequence[Fault], num: int, rng: random.Random) -> list[Fault]:
+    """Return `num` faults in random order, each of `faults` as often as the others, but for one.
+
+    A third of those that can damage a checkpoint are injected during a save.
+    """
+    plan: list[Fault] = []
+    while len(plan) < num:
+        plan += rng.sample(faults, len(faults))
+    return [
+        fault._replace(during_save=fault.during_save or rng.random() < 1 / 3)
+        if fault.kind in _WRITES
+        else fault
+        for fault in plan[:num]
+    ]
+
+
+def _line(outcome: Outcome) -> str:
+    how = f"{outcome.num_restarts} restarts, {outcome.num_starts} starts of the driver"
+    result = outcome.problem or (
+        f"recovered in {outcome.recovery_s:.1f} s, {outcome.num_lost_steps} steps repeated ({how})"
+    )
+    return f"{outcome.fault} after step {outcome.step}: {result}"
+
+
+def _print_table(outcomes: Sequence[Outcome]) -> None:
+    table = Table()
+    for name in (
+        "fault",
+        "count",
+        "recovered",
+        "by itself",
+        "recovery s, mean",
+        "max",
+        "steps repeated, mean",
+        "max",
+    ):
+        table.add_column(name, justify="left" if name == "fault" else "right")
+    for name in sorted({each.fault for each in outcomes}):
+        group = [each for each in outcomes if each.fault == name]
+        done = [each for each in group if not each.problem]
+        seconds = [each.recovery_s for each in done] or [float("nan")]
+        lost = [each.num_lost_steps for each in done] or [0]
+        table.add_row(
+            name,
+            f"{len(group)}",
+            f"{len(done)}",
+            f"{sum(each.num_starts == 0 for each in done)}",
+            f"{sum(seconds) / len(seconds):.1f}",
+            f"{max(seconds):.1f}",
+            f"{sum(lost) / len(lost):.1f}",
+            f"{max(lost)}",
+        )
+    Console().print(table)
