@@ -90,9 +90,12 @@ class _Chaos:
         """Run without faults; its groups and times determine the faults. Raises ConfigError."""
         started = time.monotonic()
         run = self._start("undisturbed")
-        problem = run.finish()
+        problem = "it was interrupted"
+        try:
+            problem = run.finish()
+        finally:
+            problems = [problem, *run.close()]
         self._targets = {"driver", "raylet", "head", *run.groups()}
-        problems = [problem, *run.close()]
         if any(problems):
             raise ConfigError(f"the undisturbed run failed: {'; '.join(filter(None, problems))}")
         records = list(read_json_lines(run.path / "metrics.jsonl"))
@@ -122,25 +125,29 @@ class _Chaos:
         while plan:
             number += 1
             run = self._start(f"faults_{number}")
-            num_before = len(self.outcomes)
-            while plan and not self._has_failed(num_before):
-                outcome = run.inject(plan[0], self._rng, self._step_s)
-                if outcome is None:
-                    break
-                plan.pop(0)
-                self.outcomes.append(outcome)
-                say(f"{len(self.outcomes)}. {_line(outcome)}")
-            problem = self.outcomes[-1].problem if self._has_failed(num_before) else run.finish()
-            self.problems += [
-                f"{run.path.name}: {each}" for each in (problem, *run.close()) if each
-            ]
-            if not problem:
-                found = list(self._differences(run.path))
-                self.problems += [f"{run.path.name}: {each}" for each in found]
+            num_left = len(plan)
+            try:
+                problem = self._inject(run, plan)
+            finally:
+                left = run.close()
+            found = [problem, *left] if problem else [*left, *self._differences(run.path)]
+            if not problem and len(plan) == num_left:
+                found.append(f"it ended before {plan.pop(0).name}: the run needs more steps")
+            self.problems += [f"{run.path.name}: {each}" for each in found]
             self._write_report()
 
-    def _has_failed(self, num_before: int) -> bool:
-        return any(each.problem for each in self.outcomes[num_before:])
+    def _inject(self, run: FaultyRun, plan: list[Fault]) -> str:
+        """Inject faults of `plan`, which loses them, until the run ends; return a problem."""
+        while plan:
+            outcome = run.inject(plan[0], self._rng, self._step_s)
+            if outcome is None:
+                break
+            plan.pop(0)
+            self.outcomes.append(outcome)
+            say(f"{len(self.outcomes)}. {_line(outcome)}")
+            if outcome.problem:
+                return outcome.problem
+        return run.finish()
 
     def _differences(self, path: Path) -> Iterator[str]:
         expected = self._folder / "undisturbed"

@@ -167,8 +167,11 @@ class FaultyRun:
     def inject(self, fault: Fault, rng: random.Random, step_s: float) -> Outcome | None:
         """Inject a fault at a random time of a step or of a save, and wait for the recovery.
 
+        The first fault is after the first step, because a failure before it is final.
+
         Returns None if the run ended before.
         """
+        self._wait(lambda: self.step > 0, self._timeout_s)
         if fault.during_save:
             folder = self.path / "checkpoints"
             is_saving = lambda: any(folder.glob(".writing_*"))  # noqa: E731
@@ -308,7 +311,7 @@ class FaultyRun:
 
     def _num_restarts(self) -> int:
         """Return the restarts of the run and of its workers so far."""
-        return len(re.findall(r"The run continues from|failed and is restarted", self._errors()))
+        return len(re.findall(r"\(restart \d+ of at most", self._errors()))
 
     def _errors(self) -> str:
         """Return what the drivers have written to standard error."""

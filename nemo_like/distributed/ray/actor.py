@@ -70,6 +70,7 @@ class WorkerActor:
             log_path=os.path.realpath("/proc/self/fd/2"),
             num_oom_kills=count_oom_kills(),
             machine=machine_id(),
+            raylet_pid=os.getppid(),
         )
 
     def choose_port(self) -> int:

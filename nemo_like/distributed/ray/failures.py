@@ -78,6 +78,7 @@ _CRASH_ADVICE = (
     "A native library failed in it; with cluster.backend=local the same happens in one process, to"
     " which a debugger can be attached."
 )
+_LOST_NODE = ("its node left the cluster", "Check that machine, or remove it from the cluster.")
 _KILLED_CAUSE = (
     "its process ended without a message, as after SIGKILL (kill -9, or the memory limit of a"
     " container or scheduler); the kernel of its node counted no kill for memory"
@@ -97,6 +98,8 @@ class Location:
     """`count_oom_kills` of its node at the start of the worker."""
     machine: str
     """`machine_id` of its process."""
+    raylet_pid: int = 0
+    """The process of Ray that manages its node; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +316,8 @@ class Evidence:
     """`count_oom_kills` of the node."""
     process_state: str = ""
     """The kernel's state letter of the process (R, S, D, T, Z); empty if it is gone."""
+    has_raylet: bool = True
+    """The process of Ray that manages the node is alive."""
 
     @property
     def is_running(self) -> bool:
@@ -430,6 +435,9 @@ def diagnose(report: str, evidence: Evidence | None, num_oom_kills: int) -> tupl
         return "Ray killed it because its node was running out of memory", SAVE_MEMORY
     if num_oom_kills > 0:
         return "the kernel killed it because memory ran out", SAVE_MEMORY
+    if evidence is not None and not evidence.has_raylet:
+        # Its processes end with it, in several ways.
+        return _LOST_NODE
     if crash is not None:
         reason = next(text for text in crash.groups() if text)
         if reason in ("Bus error", "SIGBUS"):
@@ -460,11 +468,12 @@ def diagnose(report: str, evidence: Evidence | None, num_oom_kills: int) -> tupl
 
 def _explain_death(failure: Failure, group: str, location: Location, report: str) -> WorkerDied:
     evidence = None
-    if location.node_id not in {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
-        cause = "its node left the cluster"
-        advice = "Check that machine, or remove it from the cluster."
+    # Ray may notice the loss of the node while the evidence is collected.
+    if not _is_alive(location) or (
+        (evidence := collect_evidence(location)) is None and not _is_alive(location)
+    ):
+        cause, advice = _LOST_NODE
     else:
-        evidence = collect_evidence(location)
         num_oom_kills = 0
         if evidence is not None:
             num_oom_kills = evidence.num_oom_kills - location.num_oom_kills
@@ -488,6 +497,11 @@ def _explain_death(failure: Failure, group: str, location: Location, report: str
     )
 
 
+def _is_alive(location: Location) -> bool:
+    """Return True if the node is in the cluster."""
+    return location.node_id in {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
 def _unknown_cause(location: Location, report: str) -> tuple[str, str]:
     """Return (cause, advice) if neither Ray nor the node reported the cause."""
     cause = f"cause unknown, its node did not answer within {ANSWER_TIMEOUT_S:g} s"
@@ -499,7 +513,7 @@ def _unknown_cause(location: Location, report: str) -> tuple[str, str]:
 
 def collect_evidence(location: Location) -> Evidence | None:
     """Read the evidence on the worker's node; None if the node does not answer in time."""
-    return _on_node(location, read_evidence, location.log_path, location.pid)
+    return _on_node(location, read_evidence, location.log_path, location.pid, location.raylet_pid)
 
 
 def _on_node(location: Location, function: Callable[..., Any], *args: Any) -> Any:
@@ -518,7 +532,7 @@ def _on_node(location: Location, function: Callable[..., Any], *args: Any) -> An
         return None
 
 
-def read_evidence(log_path: str, pid: int) -> Evidence:
+def read_evidence(log_path: str, pid: int, raylet_pid: int = 0) -> Evidence:
     """Return the evidence for process `pid` of this machine."""
     path = Path(log_path)
     lines: deque[str] = deque(maxlen=_LOG_LINES)
@@ -532,6 +546,7 @@ def read_evidence(log_path: str, pid: int) -> Evidence:
         log_tail="\n".join(line.rstrip("\n") for line in lines).strip(),
         num_oom_kills=count_oom_kills(),
         process_state=_settled_state(pid),
+        has_raylet=raylet_pid == 0 or process_state(raylet_pid) not in ("", "Z", "X"),
     )
 
 
