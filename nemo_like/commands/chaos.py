@@ -8,8 +8,9 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console
 from rich.table import Table
@@ -18,8 +19,7 @@ from nemo_like.algorithms.registry import detect_kind, load_config
 from nemo_like.commands.arguments import FAULT_KINDS, FAULT_TARGETS
 from nemo_like.commands.faults import Fault, FaultyRun, Outcome
 from nemo_like.config.errors import ConfigError, shown_path
-from nemo_like.config.load import to_dict, to_yaml
-from nemo_like.config.schema import RunConfig
+from nemo_like.config.load import to_dict
 from nemo_like.console import say
 from nemo_like.run.comparison import differences, prompt_differences
 from nemo_like.run.files import read_json_lines
@@ -29,8 +29,12 @@ _STEPS_OF_TIMEOUT = 5
 _STARTS_OF_TIMEOUT = 2
 """A worker hangs that makes no progress for so many times the slowest step, or the start of the
 workers, and at least 30 s."""
-_WRITES = ("kill", "full_disk")
+_DAMAGING = ("kill", "full_disk")
 """Faults that are also injected during a save."""
+_COLUMNS = (
+    *("fault", "count", "recovered", "by itself"),
+    *("recovery s, mean", "max", "steps repeated, mean", "max"),
+)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,12 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises ConfigError.
     """
-    config = _config(arguments)
-    folder = Path(config.output_dir)
-    if folder.exists():
-        raise ConfigError(f"{shown_path(folder)} exists; remove it, or set another run_name")
-    folder.mkdir(parents=True)
-    chaos = _Chaos(config, arguments, folder)
+    chaos = _Chaos(arguments)
     chaos.run_undisturbed()
     chaos.run_faulty()
     _print_table(chaos.outcomes)
@@ -53,33 +52,39 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if chaos.problems else 0
 
 
-def _config(arguments: argparse.Namespace) -> RunConfig:
-    kind = arguments.kind or detect_kind(arguments.config, arguments.overrides)
-    config = load_config(kind, arguments.config, arguments.overrides)
-    cluster = config.cluster
-    if cluster.backend != "ray":
-        raise ConfigError("chaos needs cluster.backend=ray: without Ray a run is one process")
-    if cluster.num_nodes > 1 and cluster.gpus_per_node:
-        raise ConfigError(
-            f"chaos starts the cluster.num_nodes={cluster.num_nodes} nodes on this machine, where"
-            " they would share its GPUs; set cluster.num_nodes=1"
-        )
-    restart = replace(cluster.restart, max_restarts=arguments.kills + 1, backoff_s=0.1)
-    max_restarts = max(cluster.max_restarts, arguments.kills)
-    return replace(
-        config,
-        output_dir=str(Path(config.output_dir) / f"{config.run_name}_chaos"),
-        cluster=replace(cluster, restart=restart, max_restarts=max_restarts),
-    )
-
-
 class _Chaos:
     """The undisturbed run, the runs with faults, and what they found."""
 
-    def __init__(self, config: RunConfig, arguments: argparse.Namespace, folder: Path) -> None:
-        self._config = config
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        """Check the config and create the folder of the runs. Raises ConfigError."""
+        kind = arguments.kind or detect_kind(arguments.config, arguments.overrides)
+        config = load_config(kind, arguments.config, arguments.overrides)
+        self._cluster = cluster = config.cluster
+        if cluster.backend != "ray":
+            raise ConfigError("chaos needs cluster.backend=ray: without Ray a run is one process")
+        if cluster.num_nodes > 1 and cluster.gpus_per_node:
+            raise ConfigError(
+                f"chaos starts the cluster.num_nodes={cluster.num_nodes} nodes on this machine,"
+                " where they would share its GPUs; set cluster.num_nodes=1"
+            )
+        job = to_dict(config)[kind]
+        self._is_exact = not job.get("max_staleness") and not config.environment.is_used
+        """Equal runs are equal bit for bit: rows do not depend on the order of events."""
         self._arguments = arguments
-        self._folder = folder
+        self._folder = Path(config.output_dir) / f"{config.run_name}_chaos"
+        if self._folder.exists():
+            raise ConfigError(
+                f"{shown_path(self._folder)} exists; remove it, or set another run_name"
+            )
+        self._folder.mkdir(parents=True)
+        self._command = [
+            *(sys.executable, "-m", "nemo_like", kind, "--config", str(arguments.config)),
+            *arguments.overrides,
+            *("resume=true", f"output_dir={self._folder}"),
+            f"cluster.restart.max_restarts={arguments.kills + 1}",
+            "cluster.restart.backoff_s=0.1",
+            f"cluster.max_restarts={max(cluster.max_restarts, arguments.kills)}",
+        ]
         self._rng = random.Random(arguments.seed)
         self._step_s = 0.0
         self._targets: set[str] = set()
@@ -95,28 +100,23 @@ class _Chaos:
             problem = run.finish()
         finally:
             problems = [problem, *run.close()]
-        self._targets = {"driver", "raylet", "head", *run.groups()}
         if any(problems):
             raise ConfigError(f"the undisturbed run failed: {'; '.join(filter(None, problems))}")
+        self._targets = {"driver", "raylet", "head", *run.groups()}
         records = list(read_json_lines(run.path / "metrics.jsonl"))
         times = [record["timing/step_s"] for record in records if "timing/step_s" in record]
-        self._step_s = sum(times) / len(times)
+        self._step_s = fmean(times)
         start_s = sum(record.get("timing/start_workers_s", 0.0) for record in records)
         timeout_s = max(
             _MIN_TIMEOUT_S, _STEPS_OF_TIMEOUT * max(times), _STARTS_OF_TIMEOUT * start_s
         )
-        seconds = time.monotonic() - started
         say(
-            f"undisturbed: {len(times)} steps of {self._step_s:.2f} s in {seconds:.0f} s; a worker"
-            f" hangs after {timeout_s:.0f} s without progress"
+            f"undisturbed: {len(times)} steps of {self._step_s:.2f} s in"
+            f" {time.monotonic() - started:.0f} s; a worker hangs after {timeout_s:.0f} s without"
+            " progress"
         )
-        policy = self._config.policy
-        generation = replace(policy.generation, progress_timeout_s=timeout_s)
-        self._config = replace(
-            self._config,
-            policy=replace(policy, generation=generation),
-            cluster=replace(self._config.cluster, progress_timeout_s=timeout_s),
-        )
+        for section in ("cluster", "policy.generation"):
+            self._command.append(f"{section}.progress_timeout_s={timeout_s:.0f}")
 
     def run_faulty(self) -> None:
         """Run with faults until all were injected; compare each run with the undisturbed one."""
@@ -151,41 +151,32 @@ class _Chaos:
 
     def _differences(self, path: Path) -> Iterator[str]:
         expected = self._folder / "undisturbed"
-        if self._is_exact:
-            return differences(expected, path)
-        return prompt_differences(expected, path)
-
-    @property
-    def _is_exact(self) -> bool:
-        """True if equal runs are equal bit for bit: rows do not depend on the order of events."""
-        job = to_dict(self._config).get(self._config.kind, {})
-        return not job.get("max_staleness") and self._config.environment.path is None
+        return differences(expected, path) if self._is_exact else prompt_differences(expected, path)
 
     def _faults(self) -> list[Fault]:
         """Return each combination of the selected kinds and targets that the run has."""
         kinds = self._arguments.kinds or FAULT_KINDS
         named = self._arguments.targets or FAULT_TARGETS
-        targets = [each for each in named if each in self._targets]
+        pairs = [(kind, target) for kind in kinds for target in named if target in self._targets]
+        # A worker writes its part of a checkpoint; the limit applies to all writers.
         faults = [
-            Fault(kind, each, False) for kind in kinds for each in targets if kind != "full_disk"
+            Fault(kind, target, during_save=kind == "full_disk")
+            for kind, target in pairs
+            if kind != "full_disk" or target == "policy"
         ]
-        if "full_disk" in kinds:
-            faults.append(Fault("full_disk", "policy", True))
         if not faults:
             raise ConfigError(
-                f"--targets {','.join(named)}: the run has {', '.join(sorted(self._targets))} only"
+                f"no fault is possible with --kinds {','.join(kinds)} and --targets"
+                f" {','.join(named)}: the run has {', '.join(sorted(self._targets))}, and full_disk"
+                " is for policy"
             )
         return faults
 
     def _start(self, name: str) -> FaultyRun:
-        config = replace(self._config, run_name=name, resume=True)
-        path = self._folder / f"{name}.yaml"
-        path.write_text(to_yaml(config))
-        command = [sys.executable, "-m", "nemo_like", config.kind, "--config", str(path)]
-        cluster = config.cluster
+        cluster = self._cluster
         num_workers = cluster.workers_per_node + cluster.generation_workers
         return FaultyRun(
-            command,
+            [*self._command, f"run_name={name}"],
             self._folder / name,
             num_nodes=cluster.num_nodes,
             num_cpus=max(1, round(num_workers * cluster.cpus_per_worker + 0.5)),
@@ -211,46 +202,30 @@ def make_plan(faults: Sequence[Fault], num: int, rng: random.Random) -> list[Fau
         plan += rng.sample(faults, len(faults))
     return [
         fault._replace(during_save=fault.during_save or rng.random() < 1 / 3)
-        if fault.kind in _WRITES
+        if fault.kind in _DAMAGING
         else fault
         for fault in plan[:num]
     ]
 
 
 def _line(outcome: Outcome) -> str:
-    how = f"{outcome.num_restarts} restarts, {outcome.num_starts} starts of the driver"
     result = outcome.problem or (
-        f"recovered in {outcome.recovery_s:.1f} s, {outcome.num_lost_steps} steps repeated ({how})"
+        f"recovered in {outcome.recovery_s:.1f} s, {outcome.num_lost_steps} steps repeated"
+        f" ({outcome.num_restarts} restarts, {outcome.num_starts} starts of the driver)"
     )
     return f"{outcome.fault} after step {outcome.step}: {result}"
 
 
 def _print_table(outcomes: Sequence[Outcome]) -> None:
-    table = Table()
-    for name in (
-        "fault",
-        "count",
-        "recovered",
-        "by itself",
-        "recovery s, mean",
-        "max",
-        "steps repeated, mean",
-        "max",
-    ):
-        table.add_column(name, justify="left" if name == "fault" else "right")
+    table = Table(*_COLUMNS)
     for name in sorted({each.fault for each in outcomes}):
         group = [each for each in outcomes if each.fault == name]
         done = [each for each in group if not each.problem]
         seconds = [each.recovery_s for each in done] or [float("nan")]
         lost = [each.num_lost_steps for each in done] or [0]
         table.add_row(
-            name,
-            f"{len(group)}",
-            f"{len(done)}",
+            *(name, f"{len(group)}", f"{len(done)}"),
             f"{sum(each.num_starts == 0 for each in done)}",
-            f"{sum(seconds) / len(seconds):.1f}",
-            f"{max(seconds):.1f}",
-            f"{sum(lost) / len(lost):.1f}",
-            f"{max(lost)}",
+            *(f"{fmean(seconds):.1f}", f"{max(seconds):.1f}", f"{fmean(lost):.1f}", f"{max(lost)}"),
         )
     Console().print(table)

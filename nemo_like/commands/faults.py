@@ -34,7 +34,7 @@ _STOPPED_S = 20.0
 """A stopped driver, head or node is replaced after this time, as a scheduler or an operator
 does; nothing inside the run can replace it."""
 _MAX_STARTS = 3
-"""Starts of the driver after one fault."""
+"""Starts of the driver after one fault, and attempts to start a node."""
 _REPLACED_S = 3.0
 """A node that was killed is replaced after this time."""
 _MAX_DELAY_S = 8.0
@@ -115,9 +115,15 @@ class LocalRay:
         # The first node of the machine has taken the fixed default port.
         command += ["--dashboard-agent-listen-port=0", f"--num-cpus={self._num_cpus}"]
         environment = _without_address() | self.environment | {processes.MARK: mark}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise ConfigError(f"Ray could not be started: {(done.stderr or done.stdout)[-500:]}")
+        # Ray gives its processes 30 s to start, which a busy machine may exceed.
+        for _ in range(_MAX_STARTS):
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, check=False
+            )
+            if done.returncode == 0:
+                return
+            _end(processes.marked(mark))
+        raise ConfigError(f"Ray could not be started: {(done.stderr or done.stdout)[-500:]}")
 
 
 class FaultyRun:

@@ -232,14 +232,15 @@ class RayVirtualCluster:
 
     def _excluded_ids(self) -> list[str]:
         """Return the ids of the alive nodes that `cluster.exclude_nodes` names."""
-        ids = {node.name: node.node_id for node in _list_nodes()}
+        nodes = _list_nodes()
+        known = sorted({node.name for node in nodes})
         for name in self.config.exclude_nodes:
-            if name not in ids:
+            if name not in known:
                 self._report(
                     f"cluster.exclude_nodes: no node has the address {name}; the addresses are"
-                    f" {', '.join(ids)}"
+                    f" {', '.join(known)}"
                 )
-        return [ids[name] for name in self.config.exclude_nodes if name in ids]
+        return [node.node_id for node in nodes if node.name in self.config.exclude_nodes]
 
     def _waiting_text(self, nodes: list[Node], seconds_left: float) -> str:
         state = "" if self._request.fits(nodes) else ", to which nodes must be added"
