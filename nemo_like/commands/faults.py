@@ -173,9 +173,8 @@ class FaultyRun:
     def inject(self, fault: Fault, rng: random.Random, step_s: float) -> Outcome | None:
         """Inject a fault at a random time of a step or of a save, and wait for the recovery.
 
-        The first fault is after the first step, because a failure before it is final.
-
-        Returns None if the run ended before.
+        The first fault is after the first step, because a failure before it is final. Returns None
+        if the run ended before.
         """
         self._wait(lambda: self.step > 0, self._timeout_s)
         if fault.during_save:
@@ -209,7 +208,8 @@ class FaultyRun:
                 num_starts += 1
                 self._start_again(fault)
             is_noticed = is_noticed or num_starts + self._num_restarts() > num_before
-            highest = highest if is_noticed else max(highest, last)
+            if not is_noticed:
+                highest = lowest = max(highest, last)
             lowest = min(lowest, last)
             if now > self._timeout_s:
                 problem = f"no new step within {self._timeout_s:g} s"
@@ -220,7 +220,7 @@ class FaultyRun:
             fault=fault.name,
             step=step,
             recovery_s=time.monotonic() - began,
-            num_lost_steps=highest - lowest if num_starts or lowest < step else 0,
+            num_lost_steps=highest - lowest,
             num_starts=num_starts,
             num_restarts=self._num_restarts() - num_before,
             problem=problem,

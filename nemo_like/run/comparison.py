@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,15 +11,10 @@ from typing import Any
 from nemo_like.run.directory import RunDirectory
 from nemo_like.run.files import read_json_lines
 
-_CLOCKS = (
-    "timing/",
-    "performance/",
-    "policy/rank_time",
-    "policy/peak_memory",
-    "weight_sync/",
-    "unix_time_s",
+_CLOCKS = re.compile(
+    r"(timing|performance|weight_sync)/|policy/(rank_time|peak_memory)|unix_time_s"
 )
-"""Beginnings of the names of metrics that differ between equal runs."""
+"""Names of metrics that differ between equal runs."""
 _KEPT = (
     "rollouts/*.jsonl",
     "plan/*",
@@ -41,7 +37,7 @@ def differences(expected: Path, found: Path) -> Iterator[str]:
         names = sorted(
             name
             for name in first.keys() | second.keys()
-            if first.get(name) != second.get(name) and not name.startswith(_CLOCKS)
+            if first.get(name) != second.get(name) and not _CLOCKS.match(name)
         )
         if names:
             values = f"{second.get(names[0])} instead of {first.get(names[0])}"

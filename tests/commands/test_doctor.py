@@ -158,18 +158,18 @@ def test_the_archive_has_no_secret_and_no_data(
 
 def test_stacks_of_a_live_run(run: Path, capsys, monkeypatch, tmp_path: Path) -> None:
     with locked(run):
-        monkeypatch.setattr(shutil, "which", lambda name: None)
+        monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
         assert main(["doctor", str(run)]) == 0
         advice = f"py-spy dump --pid PID, of {{'driver': '{os.getpid()}'}}"
         assert f"pip install py-spy shows them: {advice}" in capsys.readouterr().out
         # Stands for py-spy, which needs rights over other processes.
         program = tmp_path / "py-spy"
         program.write_text(
-            '#!/bin/sh\necho "Process $3: python"\necho \'Thread 1 (idle): "MainThread"\'\n'
+            '#!/bin/sh\necho "Process $4: python"\necho \'Thread 1 (idle): "MainThread"\'\n'
             "echo '    wait (threading.py:1)'\necho '    step (loop.py:2)'\n"
         )
         program.chmod(0o755)
-        monkeypatch.setattr(shutil, "which", lambda name: str(program))
+        monkeypatch.setattr(shutil, "which", lambda *_, **__: str(program))
         assert main(["doctor", str(run)]) == 0
     assert f"driver (pid {os.getpid()}): wait (threading.py:1)" in capsys.readouterr().out
 
