@@ -28,6 +28,7 @@ from nemo_like.training.restart import last_step
 
 _POLL_S = 0.05
 _SAVE_POLL_S = 0.002
+_MAX_SAVE_STEPS = 3
 _GONE_S = 60.0
 """Ray's processes notice the end of the driver within this time."""
 _STOPPED_S = 20.0
@@ -156,6 +157,10 @@ class FaultyRun:
         return last_step(self.path / "metrics.jsonl")[0]
 
     @property
+    def _is_saving(self) -> bool:
+        return any((self.path / "checkpoints").glob(".writing_*"))
+
+    @property
     def has_ended(self) -> bool:
         return self._driver.poll() is not None
 
@@ -165,7 +170,7 @@ class FaultyRun:
 
     def finish(self) -> str:
         """Wait for the end of the run; return the problem, or an empty text."""
-        if not self._wait(lambda: self.has_ended, self._timeout_s):
+        if not self._wait(lambda: self.has_ended):
             return f"the run did not end within {self._timeout_s:g} s"
         code = self._driver.returncode
         return f"exit code {code}: {self._errors()[-500:]}" if code else ""
@@ -176,11 +181,11 @@ class FaultyRun:
         The first fault is after the first step, because a failure before it is final. Returns None
         if the run ended before.
         """
-        self._wait(lambda: self.step > 0, self._timeout_s)
+        self._wait(lambda: self.step > 0)
         if fault.during_save:
-            folder = self.path / "checkpoints"
-            is_saving = lambda: any(folder.glob(".writing_*"))  # noqa: E731
-            self._wait(is_saving, self._timeout_s, poll_s=_SAVE_POLL_S)
+            # A short save can be missed.
+            last = self.step + _MAX_SAVE_STEPS
+            self._wait(lambda: self._is_saving or self.step > last, poll_s=_SAVE_POLL_S)
         else:
             self._wait(lambda: False, rng.uniform(0.0, 1.5 * step_s))
         victims = self._victims(fault.target)
@@ -317,17 +322,22 @@ class FaultyRun:
 
     def _num_restarts(self) -> int:
         """Return the restarts of the run and of its workers so far."""
-        return len(re.findall(r"\(restart \d+ of at most", self._errors()))
+        texts = (self._errors(), self.path.with_suffix(".stdout").read_text(errors="replace"))
+        return sum(len(re.findall(r"\(restart \d+ of at most", text)) for text in texts)
 
     def _errors(self) -> str:
         """Return what the drivers have written to standard error."""
         return self.path.with_suffix(".stderr").read_text(errors="replace")
 
     def _wait(
-        self, condition: Callable[[], bool], timeout_s: float, *, poll_s: float = _POLL_S
+        self,
+        condition: Callable[[], bool],
+        timeout_s: float | None = None,
+        *,
+        poll_s: float = _POLL_S,
     ) -> bool:
         """Wait until the condition holds or the driver has ended; return whether it holds."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         while not (holds := condition()) and not self.has_ended and time.monotonic() < deadline:
             time.sleep(poll_s)
         return holds

@@ -11,10 +11,12 @@ from typing import Any
 from nemo_like.run.directory import RunDirectory
 from nemo_like.run.files import read_json_lines
 
-_CLOCKS = re.compile(
-    r"(timing|performance|weight_sync)/|policy/(rank_time|peak_memory)|unix_time_s"
+_OTHER = re.compile(
+    r"(timing|performance|weight_sync|mismatch)/|policy/(rank_time|peak_memory)|unix_time_s"
+    r"|generation/num_(restarts|discarded_tokens)|logprob_difference"
 )
-"""Names of metrics that differ between equal runs."""
+"""Names that differ between equal runs: clocks, what was lost with a replica of the generator, and
+the last bits of its log-probs, which depend on its batches."""
 _KEPT = (
     "rollouts/*.jsonl",
     "plan/*",
@@ -27,7 +29,7 @@ _KEPT = (
 def differences(expected: Path, found: Path) -> Iterator[str]:
     """Yield how the run directory `found` differs from `expected`.
 
-    Metrics without clocks, and the bytes of rollouts, plans, lengths and weights are compared.
+    Metrics, rows of rollouts, and the bytes of plans, lengths and weights are compared.
     """
     steps = [_metrics(path) for path in (expected, found)]
     if steps[0].keys() != steps[1].keys():
@@ -37,7 +39,7 @@ def differences(expected: Path, found: Path) -> Iterator[str]:
         names = sorted(
             name
             for name in first.keys() | second.keys()
-            if first.get(name) != second.get(name) and not _CLOCKS.match(name)
+            if first.get(name) != second.get(name) and not _OTHER.match(name)
         )
         if names:
             values = f"{second.get(names[0])} instead of {first.get(names[0])}"
@@ -46,9 +48,10 @@ def differences(expected: Path, found: Path) -> Iterator[str]:
     kept = {path.relative_to(root) for root in (expected, found) for path in _kept_files(root)}
     for name in sorted(kept):
         paths = [root / name for root in (expected, found)]
+        read = _rows if name.parts[0] == "rollouts" else Path.read_bytes
         if not all(path.is_file() for path in paths):
             yield f"{name} exists in one of the runs only"
-        elif paths[0].read_bytes() != paths[1].read_bytes():
+        elif read(paths[0]) != read(paths[1]):
             yield f"{name} differs"
 
 
@@ -68,6 +71,13 @@ def prompt_differences(expected: Path, found: Path) -> Iterator[str]:
 def _kept_files(run: Path) -> Iterator[Path]:
     for pattern in _KEPT:
         yield from (path for path in run.glob(pattern) if path.is_file())
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [
+        {name: value for name, value in row.items() if not _OTHER.match(name)}
+        for row in read_json_lines(path)
+    ]
 
 
 def _prompts(run: Path) -> Counter[str]:

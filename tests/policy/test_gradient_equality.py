@@ -323,10 +323,9 @@ def test_truncated_rows_share_what_is_left(max_tokens, model_dir, tmp_path):
 
 def assert_same_metrics(found: dict[str, float], expected: dict[str, float]) -> None:
     assert found.keys() == expected.keys()
-    for name in expected:
-        if name.startswith("policy/rank_time"):
-            continue
-        assert found[name] == pytest.approx(expected[name], rel=2e-5, abs=1e-6), name
+    for name, value in expected.items():
+        if not name.startswith("policy/rank_time"):
+            assert found[name] == pytest.approx(value, rel=2e-5, abs=1e-6), name
 
 
 @pytest.mark.parametrize("keys", [packed(48), sharing(28)], ids=["packed", "shared prefixes"])

@@ -26,8 +26,10 @@ def runs(tmp_path: Path) -> tuple[Path, Path]:
         records = []
         for step in (1, 2):
             clocks = {"timing/step_s": number, "policy/rank_time_max_s": number}
+            clocks["generation/num_restarts"] = number
             records.append({"step": step, "policy/loss": 1 / step, **clocks})
-            rows = [{"prompt": f"{step}{each}"} for each in "aab"]
+            bits = {"logprob_difference_max": 1e-7 * number}
+            rows = [{"prompt": f"{step}{each}", **bits} for each in "aab"]
             (path / f"rollouts/step_{step}.jsonl").write_text(_lines(rows))
         (path / "metrics.jsonl").write_text(_lines(records))
     return paths
