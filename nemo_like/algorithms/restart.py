@@ -105,7 +105,7 @@ def _failure_text(
     if restart.num_nodes != cluster.num_nodes:
         nodes = f" on {restart.num_nodes} of {cluster.num_nodes} nodes"
     return (
-        f"failed after step {step}: {error} {start}{nodes}. It starts in"
+        f"failed after step {step}: {str(error).rstrip('.')}. {start}{nodes}. It starts in"
         f" {restart.delay_s:g} s (restart {restart.number} of at most"
         f" {cluster.restart.max_restarts} in {cluster.restart.window_s:g} s; cluster.restart)."
     )

@@ -116,6 +116,7 @@ class LocalRay:
         # The first node of the machine has taken the fixed default port.
         command += ["--dashboard-agent-listen-port=0", f"--num-cpus={self._num_cpus}"]
         environment = _without_address() | self.environment | {processes.MARK: mark}
+        error = ""
         # Ray gives its processes 30 s to start, which a busy machine may exceed.
         for _ in range(_MAX_STARTS):
             done = subprocess.run(
@@ -123,8 +124,9 @@ class LocalRay:
             )
             if done.returncode == 0:
                 return
+            error = (done.stderr or done.stdout)[-500:]
             _end(processes.marked(mark))
-        raise ConfigError(f"Ray could not be started: {(done.stderr or done.stdout)[-500:]}")
+        raise ConfigError(f"Ray could not be started: {error}")
 
 
 class FaultyRun:

@@ -8,6 +8,7 @@ import secrets
 import signal
 import socket
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -70,7 +71,7 @@ class WorkerActor:
             log_path=os.path.realpath("/proc/self/fd/2"),
             num_oom_kills=count_oom_kills(),
             machine=machine_id(),
-            raylet_pid=os.getppid(),
+            raylet_pid=_raylet_pid(),
         )
 
     def choose_port(self) -> int:
@@ -110,6 +111,13 @@ class WorkerActor:
             return None, result if returns else None
         except Exception as error:  # noqa: BLE001 (the driver raises it)
             return Raised.from_exception(error), None
+
+
+def _raylet_pid() -> int:
+    """Return the process of Ray that started this one; 0 if another program did."""
+    parent = os.getppid()
+    name = Path(f"/proc/{parent}/comm")
+    return parent if name.is_file() and name.read_text().strip() == "raylet" else 0
 
 
 def _is_free(port: int) -> bool:
