@@ -160,7 +160,8 @@ def test_stacks_of_a_live_run(run: Path, capsys, monkeypatch, tmp_path: Path) ->
     with locked(run):
         monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
         assert main(["doctor", str(run)]) == 0
-        advice = f"py-spy dump --pid PID, of {{'driver': '{os.getpid()}'}}"
+        pids = {"driver": f"{os.getpid()}", "worker 1 of the policy group": "9"}
+        advice = f"py-spy dump --pid PID, of {pids}"
         assert f"pip install py-spy shows them: {advice}" in capsys.readouterr().out
         # Stands for py-spy, which needs rights over other processes.
         program = tmp_path / "py-spy"
