@@ -186,6 +186,17 @@ _COMMANDS = {
   nemo-like doctor runs/demo_grpo --archive report.tar.gz
 """,
     ),
+    "chaos": _Command(
+        "run a config undisturbed, then with killed, stopped and delayed processes and a full disk,"
+        " and compare what the runs leave",
+        "chaos.run",
+        command_arguments.add_chaos,
+        """examples:
+  nemo-like chaos sft.yaml --kills 10
+  nemo-like chaos grpo.yaml --kills 20 --kinds kill,stop --targets policy,generation
+  nemo-like chaos sft.yaml --kills 5 --targets raylet,head cluster.num_nodes=2
+""",
+    ),
     "replay": _Command(
         "repeat an optimizer step of a GRPO run from its record, also with another loss or packer,"
         " and compare loss and gradient norm",

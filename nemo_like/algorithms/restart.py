@@ -89,20 +89,23 @@ def _returned_nodes(cluster: ClusterConfig, num_nodes: int) -> Callable[[], bool
 def _failure_text(
     error: Exception, step: int, saved: Path | None, restart: Restart, cluster: ClusterConfig
 ) -> str:
-    """Return the line about a failure and the restart that follows.
+    """Return the one line about a failure and the restart that follows.
 
     `saved` is the latest checkpoint, `step_<N>`.
     """
     if saved is None:
-        start = f"step 0 again ({counted(step, 'step')} lost)"
+        start = (
+            f"There is no checkpoint: the run starts at step 0 again, {counted(step, 'step')} lost"
+        )
     else:
         num_repeated = max(0, step - int(saved.name.rpartition("_")[2]))
-        start = f"{saved.name} ({counted(num_repeated, 'step')} repeated)"
+        repeated = f"repeats {counted(num_repeated, 'step')}"
+        start = f"No result is lost: the run continues from {saved.name} and {repeated}"
     nodes = ""
     if restart.num_nodes != cluster.num_nodes:
         nodes = f" on {restart.num_nodes} of {cluster.num_nodes} nodes"
     return (
-        f"failed after step {step}: {error}\nThe run continues from {start}{nodes} in"
+        f"failed after step {step}: {str(error).rstrip('.')}. {start}{nodes}. It starts in"
         f" {restart.delay_s:g} s (restart {restart.number} of at most"
         f" {cluster.restart.max_restarts} in {cluster.restart.window_s:g} s; cluster.restart)."
     )

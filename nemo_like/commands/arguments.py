@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nemo_like.algorithms.registry import ALGORITHMS
+
+FAULT_KINDS = ("kill", "stop", "delay", "full_disk")
+"""Faults of `nemo-like chaos`."""
+FAULT_TARGETS = (
+    *("driver", "policy", "generation", "environment", "reward", "reward_model"),
+    *("raylet", "head"),
+)
+"""Processes of a run: the driver, groups of workers, a node of Ray, and Ray's GCS."""
 
 _TRAINING = """examples:
   nemo-like {kind} --model models/SmolLM2-135M-Instruct --data {data}
@@ -256,6 +264,35 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
     text = "write what is found, with config, metrics and logs of the run, for a bug report"
     parser.add_argument("--archive", type=Path, metavar="FILE.tar.gz", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def add_chaos(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `nemo-like chaos`."""
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file of a run")
+    add_overrides(parser)
+    add_kind(parser)
+    text = "faults to inject; a run has about one every two steps, and as many runs as needed start"
+    parser.add_argument("--kills", type=positive_integer, default=10, metavar="N", help=text)
+    text = "seed of the order and the times of the faults; default 0"
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help=text)
+    text = f"{', '.join(FAULT_KINDS)}; default: all"
+    parser.add_argument("--kinds", type=_one_of(FAULT_KINDS), metavar="NAME[,NAME]", help=text)
+    text = f"{', '.join(FAULT_TARGETS)}; default: those that the run has"
+    parser.add_argument("--targets", type=_one_of(FAULT_TARGETS), metavar="NAME[,NAME]", help=text)
+    text = "max seconds from a fault to the next step, and of the end of a run; default 600"
+    parser.add_argument("--timeout-s", type=float, default=600.0, metavar="S", help=text)
+
+
+def _one_of(names: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """Return a parser of names with commas."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        given = tuple(text.split(","))
+        if unknown := [name for name in given if name not in names]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(names)}")
+        return given
+
+    return parse
 
 
 def add_replay(parser: argparse.ArgumentParser) -> None:

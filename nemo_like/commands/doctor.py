@@ -11,10 +11,9 @@ import re
 import resource
 import shutil
 import socket
-import subprocess
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,13 @@ from nemo_like.commands.start import this_machine
 from nemo_like.config.errors import ConfigError, shortened
 from nemo_like.console import say
 from nemo_like.distributed.activity import count_oom_kills
+from nemo_like.distributed.stacks import innermost, py_spy, py_spy_dump
 from nemo_like.reports.run_files import RunFiles
 from nemo_like.run.versions import installed_versions
 
 _LIMITS = {"memlock": resource.RLIMIT_MEMLOCK, "open files": resource.RLIMIT_NOFILE}
 _MAX_LINE = 300
+_POLICY_WORKER = r"worker (\d+) of the policy group: pid \d+ on node (\S+)"
 _ARCHIVED = ("metrics.jsonl", "health.jsonl", "logs/driver.log", "logs/ray/*.log", "logs/ray/*.err")
 """The standard output of workers is left out: code of the user may print data."""
 _REMOVED = "(removed)"
@@ -108,17 +109,30 @@ def _steps(files: RunFiles) -> Iterator[str]:
     }
     step_s = phases.pop("step", np.zeros(len(files.steps)))
     ranks = files.metrics.get("policy/rank_time_worst_over_mean")
+    slowest = files.metrics.get("policy/rank_time_slowest")
+    nodes = dict(re.findall(_POLICY_WORKER, "\n".join(line.text for line in files.log)))
     rows = np.flatnonzero(step_s)
     for part in (*np.array_split(rows[:-4], 4), *rows[-4:, None]):
         if not len(part):
             continue
         means = {name: values[part].mean() for name, values in phases.items()}
-        slowest = sorted(means, key=lambda name: -means[name])[:3]
-        text = ", ".join(f"{name} {means[name]:.2f} s" for name in slowest if means[name] > 0)
+        longest = sorted(means, key=lambda name: -means[name])[:3]
+        text = ", ".join(f"{name} {means[name]:.2f} s" for name in longest if means[name] > 0)
         if ranks is not None:
-            text += f"; slowest rank {ranks[part].mean():.2f} times the mean"
+            rank = "" if slowest is None else _rank_text(slowest[part], nodes)
+            text += f"; slowest rank{rank} {ranks[part].mean():.2f} times the mean"
         first, last = files.steps[part[0]], files.steps[part[-1]]
         yield f"{first}{'' if first == last else f'-{last}'}: {step_s[part].mean():.2f} s: {text}"
+
+
+def _rank_text(slowest: np.ndarray, nodes: Mapping[str, str]) -> str:
+    """Return the rank that was the slowest most often, with its node; `slowest` is [S]."""
+    ranks, counts = np.unique(slowest[slowest % 1 == 0], return_counts=True)
+    if not len(ranks):
+        return ""
+    rank = f"{ranks[counts.argmax()]:g}"
+    node = f" on {nodes[rank]}" if rank in nodes else ""
+    return f" ({rank}{node} in {counts.max()} of {len(slowest)} steps)"
 
 
 def _stacks(files: RunFiles) -> dict[str, str]:
@@ -129,22 +143,15 @@ def _stacks(files: RunFiles) -> dict[str, str]:
             pids = {"driver": start[1]} if start[2] == socket.gethostname() else {}
         elif worker := re.match(r"(worker \d+ of the \S+ group): pid (\d+) ", line.text):
             pids[worker[1]] = worker[2]
-    program = shutil.which("py-spy")
+    program = py_spy()
     if program is None:
         return {"pip install py-spy shows them": f"py-spy dump --pid PID, of {pids}"}
-    stacks = {}
-    for name, pid in pids.items():
-        command = ["timeout", "10", program, "dump", "--pid", pid]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        stacks[f"{name} (pid {pid})"] = done.stdout or done.stderr or "no answer in 10 s"
-    return stacks
+    return {f"{name} (pid {pid})": py_spy_dump(program, int(pid)) for name, pid in pids.items()}
 
 
 def _innermost(stack: str) -> str:
     """Return the innermost call of the main thread, or the first line."""
-    frames = stack.partition('"MainThread"')[2] or stack
-    call = re.search(r"^ +(\S.*)$", frames, re.MULTILINE)
-    return shortened(call[1] if call else stack.partition("\n")[0], _MAX_LINE)
+    return shortened(innermost(stack) or stack.partition("\n")[0], _MAX_LINE)
 
 
 def _write_archive(path: Path, files: RunFiles | None, found: str) -> None:

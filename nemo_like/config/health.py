@@ -19,6 +19,7 @@ HEALTH_RULES = (
     "grad_norm",
     "data_wait",
     "generator_idle",
+    "slow_rank",
 )
 Action = Literal["warn", "stop", "ignore"]
 
@@ -61,6 +62,9 @@ class HealthConfig:
     max_generator_idle: Annotated[float, Gt(0), Le(1)] = 0.7
     """`generator_idle`: share of the time without decoding of generation workers with resources of
     their own."""
+    max_rank_slowdown: Annotated[float, Gt(1)] = 1.3
+    """`slow_rank`: compute time of the slowest rank over the mean rank, as a multiple of the same
+    ratio of the planned work, while one rank is the slowest in every step of the window."""
 
     def action_of(self, rule: str) -> Action:
         """Return the action of a rule."""

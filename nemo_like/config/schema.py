@@ -534,6 +534,9 @@ class ClusterConfig:
     generation_workers: Annotated[int, Ge(0)] = 0
     """Generation workers with separate resources; 0 colocates generation with the policy
     workers."""
+    exclude_nodes: tuple[str, ...] = ()
+    """Addresses of nodes that get no workers of the policy and of the generator, e.g. `[10.0.0.7]`
+    for a node that the health rule `slow_rank` named; applied when a run starts or resumes."""
     offload: Switch = "auto"
     """Move policy and generator that share GPUs to host memory while the other runs. `auto` does so
     only if both together are predicted not to fit in the memory of a GPU."""

@@ -55,7 +55,7 @@ class WorkerError(WorkerFailure):
 class WorkerHung(WorkerFailure):
     """A worker reported no progress for too long and was killed.
 
-    `stack` is the stack of its last active thread, empty if unknown; `setting` is the key of the
+    `stack` is the Python stack of its process, empty if unknown; `setting` is the key of the
     deadline.
     """
 
@@ -81,7 +81,7 @@ class WorkerHung(WorkerFailure):
             group=group,
             rank=rank,
             method=method,
-            note=f"The stack of its last active thread:\n{stack}" if stack else "",
+            note=f"Its stack:\n{stack}" if stack else "",
         )
 
 

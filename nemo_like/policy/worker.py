@@ -502,7 +502,8 @@ class PolicyWorker:
         local_metrics = merge_metrics(fetch_metrics([metrics for metrics, _ in results]))
         if self._compilations is not None:
             local_metrics["policy/recompilations"] = Max(self._compilations.pop())
-        metrics = engine.ranks.reduce_over_dp_cp((local_metrics, seconds), _merge_ranks)
+        own = (local_metrics, seconds, engine.ranks.rank)
+        metrics = engine.ranks.reduce_over_dp_cp(own, _merge_ranks)
         metrics |= gradient_metrics(grad_norm, counts)
         metrics["policy/skipped_steps"] = Sum(float(is_skipped))
         metrics["policy/lr"] = Mean(lr)
@@ -556,11 +557,19 @@ class PolicyWorker:
         )
 
 
-def _merge_ranks(ranks: Sequence[tuple[Metrics, float]]) -> Metrics:
-    """Merge the (metrics, compute seconds) of all ranks of a step, with the imbalance of ranks."""
-    metrics = merge_metrics(rank_metrics for rank_metrics, _ in ranks)
-    imbalance = max_over_mean([seconds for _, seconds in ranks])
-    metrics["policy/rank_time_worst_over_mean"] = Mean(imbalance)
+def _merge_ranks(ranks: Sequence[tuple[Metrics, float, int]]) -> Metrics:
+    """Merge (metrics, compute seconds, rank) of all ranks of an optimizer step.
+
+    Adds the times of the ranks. The times of several optimizer steps of a step add up.
+    """
+    metrics = merge_metrics(rank_metrics for rank_metrics, _, _ in ranks)
+    times = [seconds for _, seconds, _ in ranks]
+    metrics["policy/rank_time_worst_over_mean"] = Mean(max_over_mean(times))
+    metrics["policy/rank_time_min_s"] = Sum(min(times))
+    metrics["policy/rank_time_mean_s"] = Sum(sum(times) / len(times))
+    metrics["policy/rank_time_max_s"] = Sum(max(times))
+    # A mean of ranks is the rank that was the slowest in every optimizer step, or not one at all.
+    metrics["policy/rank_time_slowest"] = Mean(float(max(ranks, key=lambda each: each[1])[2]))
     return metrics
 
 

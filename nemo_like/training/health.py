@@ -163,6 +163,20 @@ def _generator_idle(window: Window) -> str | None:
     return f"the generation workers are idle {share:.0%} of the time"
 
 
+def _slow_rank(window: Window) -> str | None:
+    ranks = window.complete("policy/rank_time_slowest")
+    imbalance = window.mean("policy/rank_time_worst_over_mean") or 1.0
+    # Without a plan of several ranks the work of all is taken as equal.
+    slowdown = imbalance / max(window.mean("packing/rank_imbalance_flops") or 1.0, 1.0)
+    if len(set(ranks)) != 1 or slowdown <= window.limits.max_rank_slowdown:
+        return None
+    return (
+        f"worker {ranks[0]:g} of the policy group is the slowest in each of {len(ranks)} steps, at"
+        f" {slowdown:.2f} times its planned time (its node is in logs/driver.log, and in the output"
+        " of nemo-like doctor)"
+    )
+
+
 def _truncating_keys(window: Window) -> tuple[str, ...]:
     """Return the keys of the limits of completions, that which was reached in front."""
     new, total = "policy.generation.max_new_tokens", "policy.max_total_sequence_length"
@@ -260,6 +274,12 @@ RULES = {
         _generator_idle,
         "the generator waits for training; let it work ahead, or give it fewer workers",
         _keys("grpo.max_staleness", "cluster.generation_workers"),
+    ),
+    "slow_rank": Rule(
+        _slow_rank,
+        "a device that is throttled or damaged, or other programs on its node; all ranks wait for"
+        " it. Stop the run and resume it without the node",
+        _keys("cluster.exclude_nodes"),
     ),
 }
 

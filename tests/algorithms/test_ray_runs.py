@@ -211,7 +211,10 @@ def test_a_run_whose_worker_was_killed_ends_with_the_metrics_of_an_undisturbed_r
         kill.result()
     errors = capfd.readouterr().err
     assert code == 0, errors
-    assert "The run continues from step_" in errors and "restart 1 of at most 3" in errors
+    assert (
+        "No result is lost: the run continues from step_" in errors
+        and "restart 1 of at most 3" in errors
+    )
     assert main(["sft", "--config", str(config), "run_name=straight"]) == 0
     losses = {}
     for name in ("killed", "straight"):

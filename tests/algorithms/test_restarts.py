@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 from nemo_like.algorithms.restart import run_with_restarts
 from nemo_like.config.load import to_yaml
 from nemo_like.config.schema import RunConfig
+from nemo_like.distributed.errors import WorkerDied
 from nemo_like.training.run import RunResult
 from nemo_like.training.stopping import RunStopped, StopRequests
 from tests.algorithms.test_ray_runs import RESTARTS, wait_for, wait_for_step
@@ -76,3 +79,32 @@ def test_a_signal_in_the_step_in_which_nodes_return_ends_the_run(recipe: Recipe)
     with pytest.raises(RunStopped, match="SIGTERM"):
         run_with_restarts(run_job, recipe.sft(), stop)
     assert starts == [False, True]
+
+
+def test_the_loss_of_a_node_is_one_line_with_what_happened_and_what_follows(
+    recipe: Recipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = recipe.sft("cluster.restart.backoff_s=0")
+    run = recipe.folder / "sft"
+    starts: list[bool] = []
+
+    def run_job(config: RunConfig) -> RunResult:
+        starts.append(config.resume)
+        if config.resume:
+            raise RunStopped("the test ends", 75)
+        run.mkdir()
+        now = time.time() + 1
+        steps = [{"step": step, "unix_time_s": now} for step in range(1, 16)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in steps))
+        (run / "latest").write_text("checkpoints/step_10\n")
+        text = "worker 1 of the policy group died in `train`: its node left the cluster."
+        raise WorkerDied(text, group="policy", rank=1, method="train")
+
+    with pytest.raises(RunStopped, match="the test ends"):
+        run_with_restarts(run_job, config, StopRequests(None))
+    assert starts == [False, True]
+    assert capsys.readouterr().err == (
+        "failed after step 15: worker 1 of the policy group died in `train`: its node left the"
+        " cluster. No result is lost: the run continues from step_10 and repeats 5 steps. It starts"
+        " in 0 s (restart 1 of at most 3 in 3600 s; cluster.restart).\n"
+    )

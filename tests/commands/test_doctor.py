@@ -54,6 +54,8 @@ def run(tmp_path: Path) -> Path:
             "timing/rollout_wait_s": float(step),
             "timing/start_ray_s": 99.0,
             "policy/rank_time_worst_over_mean": 1.25,
+            # A mean over optimizer steps is no rank.
+            "policy/rank_time_slowest": 0.5 if step == 2 else 1.0,
         }
         if step == 12:
             record["timing/checkpoint_s"] = 50.0
@@ -61,6 +63,7 @@ def run(tmp_path: Path) -> Path:
     (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     lines = [
         f"INFO nemo_like.run.tracking: process {os.getpid()} on host {socket.gethostname()} starts",
+        "INFO nemo_like.training.groups: worker 1 of the policy group: pid 9 on node 10.0.0.7",
         f"WARNING nemo_like.a: config has {SECRETS['a name of the config']}",
         f"WARNING nemo_like.b: the reward gets {SECRETS['the environment']}",
         f"WARNING nemo_like.c: downloads with {SECRETS['a token by its form']}",
@@ -88,7 +91,11 @@ def test_the_steps_and_the_end_of_a_run_are_shown_on_one_screen(run: Path, capsy
     assert "1-2: 2.50 s: rollout_wait 1.50 s, train 1.00 s; slowest rank" in output
     assert "7-8: 8.50 s: rollout_wait 7.50 s" in output
     assert "12: 13.00 s: checkpoint 50.00 s, rollout_wait 12.00 s, train 1.00 s; slowest" in output
-    assert "slowest rank 1.25 times the mean" in output and "start_ray" not in output
+    assert "slowest rank (1 on 10.0.0.7 in 1 of 2 steps) 1.25 times the mean" in output
+    assert (
+        "slowest rank (1 on 10.0.0.7 in 2 of 2 steps) 1.25 times the mean" in output
+        and "start_ray" not in output
+    )
     for name in ("torch", "GiB free", "/dev/shm", "memlock", "open files", "RAY_ADDRESS"):
         assert name in output
     assert "stacks" not in output, "the run has ended"
@@ -151,18 +158,19 @@ def test_the_archive_has_no_secret_and_no_data(
 
 def test_stacks_of_a_live_run(run: Path, capsys, monkeypatch, tmp_path: Path) -> None:
     with locked(run):
-        monkeypatch.setattr(shutil, "which", lambda name: None)
+        monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
         assert main(["doctor", str(run)]) == 0
-        advice = f"py-spy dump --pid PID, of {{'driver': '{os.getpid()}'}}"
+        pids = {"driver": f"{os.getpid()}", "worker 1 of the policy group": "9"}
+        advice = f"py-spy dump --pid PID, of {pids}"
         assert f"pip install py-spy shows them: {advice}" in capsys.readouterr().out
         # Stands for py-spy, which needs rights over other processes.
         program = tmp_path / "py-spy"
         program.write_text(
-            '#!/bin/sh\necho "Process $3: python"\necho \'Thread 1 (idle): "MainThread"\'\n'
+            '#!/bin/sh\necho "Process $4: python"\necho \'Thread 1 (idle): "MainThread"\'\n'
             "echo '    wait (threading.py:1)'\necho '    step (loop.py:2)'\n"
         )
         program.chmod(0o755)
-        monkeypatch.setattr(shutil, "which", lambda name: str(program))
+        monkeypatch.setattr(shutil, "which", lambda *_, **__: str(program))
         assert main(["doctor", str(run)]) == 0
     assert f"driver (pid {os.getpid()}): wait (threading.py:1)" in capsys.readouterr().out
 

@@ -72,7 +72,12 @@ def train_beside_a_slow_rank(
             assert worker.engine.ranks.gather_over_world(worker_context.rank) == [0, 1]
         finally:
             process_groups.destroy()
-    return metrics["policy/rank_time_worst_over_mean"].value
+    times = [metrics[f"policy/rank_time_{name}_s"].value for name in ("min", "mean", "max")]
+    assert times == sorted(times) and times[1] == pytest.approx((times[0] + times[2]) / 2)
+    assert metrics["policy/rank_time_slowest"].value == 0
+    imbalance = metrics["policy/rank_time_worst_over_mean"].value
+    assert imbalance == pytest.approx(times[2] / times[1])
+    return imbalance
 
 
 def test_a_rank_that_waits_in_collectives_is_not_busy(model_dir, rank_pool, meeting) -> None:

@@ -36,6 +36,9 @@ HEALTHY = {
     "timing/data_wait_s": 0.1,
     "timing/generator_busy_s": 5.0,
     "timing/generator_idle_s": 5.0,
+    "packing/rank_imbalance_flops": 1.2,
+    "policy/rank_time_worst_over_mean": 1.25,
+    "policy/rank_time_slowest": 3.0,
 }
 """A record of GRPO whose values are usual."""
 LENGTH = "generation/completion_length_mean"
@@ -51,6 +54,8 @@ GROWING: Mapping[str, Sequence[Mapping[str, float]]] = {
     "grad_norm": [{}] * 11 + [{"policy/grad_norm": 50.0}],
     "data_wait": [{"timing/data_wait_s": 8.0}] * 12,
     "generator_idle": [{"timing/generator_idle_s": 45.0}] * 12,
+    # Planned 1.2 times the mean, and taking 1.8 times: 1.5 times the plan.
+    "slow_rank": [{"policy/rank_time_worst_over_mean": 1.8, "policy/rank_time_slowest": 3.0}] * 12,
 }
 """What differs in each step of a run that fails in the way of the rule."""
 
@@ -175,3 +180,17 @@ def test_a_rule_with_stop_ends_a_run_behind_a_checkpoint(recipe: Recipe) -> None
     assert (recipe.folder / "sft" / "latest").read_text().strip() == "checkpoints/step_3"
     found = json.loads((recipe.folder / "sft" / "health.jsonl").read_text())
     assert (found["step"], found["level"]) == (3, "stop")
+
+
+def test_a_slow_rank_is_one_that_is_always_the_slowest_beyond_its_plan(recipe: Recipe) -> None:
+    slow = {"policy/rank_time_worst_over_mean": 1.8}
+    alternating = [slow | {"policy/rank_time_slowest": float(step % 2)} for step in range(12)]
+    planned = [slow | {"packing/rank_imbalance_flops": 1.7}] * 12
+    for steps in (alternating, planned):
+        assert [
+            each for each in findings(grpo_health(recipe), steps) if each.rule == "slow_rank"
+        ] == []
+    (found,) = findings(grpo_health(recipe), GROWING["slow_rank"])
+    assert "worker 3 of the policy group is the slowest in each of 10 steps" in found.message
+    assert "at 1.50 times its planned time" in found.message
+    assert found.key == "cluster.exclude_nodes"

@@ -8,6 +8,7 @@ import secrets
 import signal
 import socket
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -15,7 +16,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_like.console import quiet_libraries
-from nemo_like.distributed import activity
+from nemo_like.distributed import activity, stacks
 from nemo_like.distributed.activity import count_oom_kills, machine_id, set_variables
 from nemo_like.distributed.errors import ClusterError
 from nemo_like.distributed.ray.failures import Location, ProgressMonitor, Raised, start_heartbeat
@@ -51,6 +52,7 @@ class WorkerActor:
         # workers.
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
+        stacks.register()
         if progress_timeout_s > 0:
             start_heartbeat(heartbeat_key, progress_timeout_s)
         self._label = label
@@ -69,6 +71,7 @@ class WorkerActor:
             log_path=os.path.realpath("/proc/self/fd/2"),
             num_oom_kills=count_oom_kills(),
             machine=machine_id(),
+            raylet_pid=_raylet_pid(),
         )
 
     def choose_port(self) -> int:
@@ -108,6 +111,13 @@ class WorkerActor:
             return None, result if returns else None
         except Exception as error:  # noqa: BLE001 (the driver raises it)
             return Raised.from_exception(error), None
+
+
+def _raylet_pid() -> int:
+    """Return the process of Ray that started this one; 0 if another program did."""
+    parent = os.getppid()
+    name = Path(f"/proc/{parent}/comm")
+    return parent if name.is_file() and name.read_text().strip() == "raylet" else 0
 
 
 def _is_free(port: int) -> bool:

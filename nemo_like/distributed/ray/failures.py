@@ -41,7 +41,7 @@ from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemo_like.config.errors import error_text
-from nemo_like.distributed import activity
+from nemo_like.distributed import activity, stacks
 from nemo_like.distributed.activity import count_oom_kills, machine_id, process_state, reason_of_end
 from nemo_like.distributed.errors import (
     SAVE_MEMORY,
@@ -78,6 +78,7 @@ _CRASH_ADVICE = (
     "A native library failed in it; with cluster.backend=local the same happens in one process, to"
     " which a debugger can be attached."
 )
+_LOST_NODE = ("its node left the cluster", "Check that machine, or remove it from the cluster.")
 _KILLED_CAUSE = (
     "its process ended without a message, as after SIGKILL (kill -9, or the memory limit of a"
     " container or scheduler); the kernel of its node counted no kill for memory"
@@ -97,6 +98,8 @@ class Location:
     """`count_oom_kills` of its node at the start of the worker."""
     machine: str
     """`machine_id` of its process."""
+    raylet_pid: int = 0
+    """The process of Ray that manages its node; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +112,16 @@ class Raised:
     """True if a collective was aborted or timed out: most likely a secondary failure, caused by
     the failure of another worker.
     """
+    collective: str = ""
+    """That collective."""
 
     @classmethod
     def from_exception(cls, error: Exception) -> Raised:
         """Convert an exception with its traceback."""
         text = "".join(traceback.format_exception(error))
-        return cls(_picklable(error), text, is_collective_error(error))
+        is_collective = is_collective_error(error)
+        collective = stacks.last_collective() if is_collective else ""
+        return cls(_picklable(error), text, is_collective, collective)
 
 
 def _picklable(error: Exception) -> Exception:
@@ -145,6 +152,8 @@ def start_heartbeat(key: str, timeout_s: float) -> None:
             # Only when it may be needed: the stack of a busy process is of no use and costs time.
             stack = activity.active_stack() if idle_s > timeout_s / 2 else ""
             record = {"beat": beat, "count": last.num_notes, "text": last.text, "stack": stack}
+            if stacks.is_in_collective(stack):
+                record["collective"] = stacks.last_collective()
             with suppress(Exception):  # the head is unreachable; the driver detects that itself
                 internal_kv._internal_kv_put(
                     key.encode(), json.dumps(record).encode(), overwrite=True
@@ -169,6 +178,8 @@ class Silence:
     text: str
     """Its last activity."""
     stack: str = ""
+    collective: str = ""
+    """The collective in which it waits for others."""
 
 
 @dataclass(slots=True)
@@ -184,6 +195,7 @@ class _LastReport:
     beat_s: float = 0.0
     text: str = "none reported"
     stack: str = ""
+    collective: str = ""
 
 
 @dataclass
@@ -234,15 +246,25 @@ class ProgressMonitor:
     def longest_silence(self, ranks: Iterable[int], *, min_silent_s: float) -> Silence | None:
         """Return the worker with the longest silence of at least `min_silent_s`, if any.
 
-        A worker that does not respond comes first: the others may wait for it in a collective.
+        A worker that does not respond comes first, and one that waits in a collective last: others
+        wait for a worker that is not there.
         """
         if self.timeout_s <= 0:
             return None
         silences = [self._update(rank) for rank in ranks]
         too_long = [silence for silence in silences if silence.silent_s >= min_silent_s]
         return max(
-            too_long, key=lambda silence: (not silence.responds, silence.silent_s), default=None
+            too_long,
+            key=lambda each: (not each.responds, not each.collective, each.silent_s),
+            default=None,
         )
+
+    def waiting_text(self, missing: int) -> str:
+        """Return which other worker waits in which collective; empty if none is known to."""
+        for rank, report in self._reports.items():
+            if rank != missing and report.collective:
+                return waiting_text(rank, report.collective)
+        return ""
 
     def close(self, num_ranks: int) -> None:
         """Remove the records of the group."""
@@ -268,13 +290,20 @@ class ProgressMonitor:
                 report.beat_s = now
             report.text = record["text"]
             report.stack = record["stack"]
+            report.collective = record.get("collective", "")
         return Silence(
             rank=rank,
             silent_s=now - report.progressed_s,
             responds=now - report.beat_s <= _MAX_MISSED * period_s(self.timeout_s),
             text=report.text,
             stack=report.stack,
+            collective=report.collective,
         )
+
+
+def waiting_text(rank: int, collective: str) -> str:
+    """Return the sentence about a worker that waits in a collective."""
+    return f"Worker {rank} waited for it in {collective}." if collective else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,6 +316,8 @@ class Evidence:
     """`count_oom_kills` of the node."""
     process_state: str = ""
     """The kernel's state letter of the process (R, S, D, T, Z); empty if it is gone."""
+    has_raylet: bool = True
+    """The process of Ray that manages the node is alive."""
 
     @property
     def is_running(self) -> bool:
@@ -338,9 +369,18 @@ def explain(failure: Failure, group: str, location: Location) -> WorkerFailure:
     )
 
 
-def explain_hung(silence: Silence, group: str, method: str, location: Location) -> WorkerHung:
-    """Return the exception for a worker that reported no progress for too long."""
+def explain_hung(
+    silence: Silence, group: str, method: str, location: Location, waiting: str = ""
+) -> WorkerHung:
+    """Return the exception for a worker that reported no progress for too long.
+
+    `waiting` is the sentence about another worker that waits for it.
+    """
     evidence = None if silence.responds else collect_evidence(location)
+    # The last stack of a process that does not respond is from before.
+    stack = silence.stack
+    if evidence is not None and evidence.is_running:
+        stack = _on_node(location, stacks.stack_of, location.pid, location.log_path) or stack
     if silence.responds:
         state = "Its process still answers, so its main thread waits or loops."
     elif evidence is None:
@@ -352,6 +392,10 @@ def explain_hung(silence: Silence, group: str, method: str, location: Location) 
             f"Its process does not respond (state {evidence.process_state or 'gone'}): native code"
             " holds the interpreter, or the machine is overloaded."
         )
+    if call := stacks.innermost(stack):
+        state += f" Its innermost call is {call}."
+    if waiting:
+        state += f" {waiting}"
     return WorkerHung(
         group=group,
         rank=silence.rank,
@@ -361,7 +405,7 @@ def explain_hung(silence: Silence, group: str, method: str, location: Location) 
         silent_s=silence.silent_s,
         activity=silence.text,
         state=state,
-        stack=silence.stack,
+        stack=stack,
         setting=progress_setting(group, method),
     )
 
@@ -391,6 +435,9 @@ def diagnose(report: str, evidence: Evidence | None, num_oom_kills: int) -> tupl
         return "Ray killed it because its node was running out of memory", SAVE_MEMORY
     if num_oom_kills > 0:
         return "the kernel killed it because memory ran out", SAVE_MEMORY
+    if evidence is not None and not evidence.has_raylet:
+        # Its processes end with it, in several ways.
+        return _LOST_NODE
     if crash is not None:
         reason = next(text for text in crash.groups() if text)
         if reason in ("Bus error", "SIGBUS"):
@@ -421,11 +468,12 @@ def diagnose(report: str, evidence: Evidence | None, num_oom_kills: int) -> tupl
 
 def _explain_death(failure: Failure, group: str, location: Location, report: str) -> WorkerDied:
     evidence = None
-    if location.node_id not in {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
-        cause = "its node left the cluster"
-        advice = "Check that machine, or remove it from the cluster."
+    # Ray may notice the loss of the node while the evidence is collected.
+    if not _is_alive(location) or (
+        (evidence := collect_evidence(location)) is None and not _is_alive(location)
+    ):
+        cause, advice = _LOST_NODE
     else:
-        evidence = collect_evidence(location)
         num_oom_kills = 0
         if evidence is not None:
             num_oom_kills = evidence.num_oom_kills - location.num_oom_kills
@@ -449,6 +497,11 @@ def _explain_death(failure: Failure, group: str, location: Location, report: str
     )
 
 
+def _is_alive(location: Location) -> bool:
+    """Return True if the node is in the cluster."""
+    return location.node_id in {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
 def _unknown_cause(location: Location, report: str) -> tuple[str, str]:
     """Return (cause, advice) if neither Ray nor the node reported the cause."""
     cause = f"cause unknown, its node did not answer within {ANSWER_TIMEOUT_S:g} s"
@@ -460,7 +513,7 @@ def _unknown_cause(location: Location, report: str) -> tuple[str, str]:
 
 def collect_evidence(location: Location) -> Evidence | None:
     """Read the evidence on the worker's node; None if the node does not answer in time."""
-    return _on_node(location, read_evidence, location.log_path, location.pid)
+    return _on_node(location, read_evidence, location.log_path, location.pid, location.raylet_pid)
 
 
 def _on_node(location: Location, function: Callable[..., Any], *args: Any) -> Any:
@@ -479,7 +532,7 @@ def _on_node(location: Location, function: Callable[..., Any], *args: Any) -> An
         return None
 
 
-def read_evidence(log_path: str, pid: int) -> Evidence:
+def read_evidence(log_path: str, pid: int, raylet_pid: int = 0) -> Evidence:
     """Return the evidence for process `pid` of this machine."""
     path = Path(log_path)
     lines: deque[str] = deque(maxlen=_LOG_LINES)
@@ -493,6 +546,7 @@ def read_evidence(log_path: str, pid: int) -> Evidence:
         log_tail="\n".join(line.rstrip("\n") for line in lines).strip(),
         num_oom_kills=count_oom_kills(),
         process_state=_settled_state(pid),
+        has_raylet=raylet_pid == 0 or process_state(raylet_pid) not in ("", "Z", "X"),
     )
 
 

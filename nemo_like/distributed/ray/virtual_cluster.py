@@ -152,7 +152,7 @@ class RayVirtualCluster:
     def _reserve(self) -> list[str]:
         """Reserve every bundle, waiting for free resources; return the node id of each."""
         deadline = time.monotonic() + self.config.placement_timeout_s
-        nodes = _list_nodes()
+        nodes = self._nodes()
         if self._session is not None and not self._request.fits(nodes):
             reason = "this machine is the only node of the cluster, and no node can be added to it"
             raise self._resources_error(reason, nodes)
@@ -176,10 +176,14 @@ class RayVirtualCluster:
             requested.append(([_as_dict(request.unpinned)] * request.num_unpinned, "PACK"))
         if request.num_extra:
             requested.append(([_as_dict(request.bundle)] * request.num_extra, "PACK"))
+        excluded = self._excluded_ids()
+        selector = {"ray.io/node-id": f"!in({','.join(excluded)})"} if excluded else {}
         claims: list[PlacementGroup] = []
         try:
             for bundles, strategy in requested:
-                claim = placement_group(bundles, strategy=strategy)
+                claim = placement_group(
+                    bundles, strategy=strategy, bundle_label_selector=[selector] * len(bundles)
+                )
                 claims.append(claim)
                 self._await_claim(claim, deadline)
             nodes_of_claims = [_nodes_of(claim) for claim in claims]
@@ -200,9 +204,9 @@ class RayVirtualCluster:
             if now >= deadline:
                 limit_s = self.config.placement_timeout_s
                 reason = f"timed out after {limit_s:g} s (cluster.placement_timeout_s)"
-                raise self._resources_error(reason, _list_nodes())
+                raise self._resources_error(reason, self._nodes())
             if now >= next_report:
-                self._report(self._waiting_text(_list_nodes(), deadline - now))
+                self._report(self._waiting_text(self._nodes(), deadline - now))
                 next_report = now + _REPORT_S
 
     def _place(self, node_ids: list[str]) -> bool:
@@ -222,6 +226,22 @@ class RayVirtualCluster:
         remove_placement_group(group)
         return False
 
+    def _nodes(self) -> list[Node]:
+        """Return the alive nodes that this run may use."""
+        return _list_nodes(self.config.exclude_nodes)
+
+    def _excluded_ids(self) -> list[str]:
+        """Return the ids of the alive nodes that `cluster.exclude_nodes` names."""
+        nodes = _list_nodes()
+        known = sorted({node.name for node in nodes})
+        for name in self.config.exclude_nodes:
+            if name not in known:
+                self._report(
+                    f"cluster.exclude_nodes: no node has the address {name}; the addresses are"
+                    f" {', '.join(known)}"
+                )
+        return [node.node_id for node in nodes if node.name in self.config.exclude_nodes]
+
     def _waiting_text(self, nodes: list[Node], seconds_left: float) -> str:
         state = "" if self._request.fits(nodes) else ", to which nodes must be added"
         return (
@@ -238,12 +258,12 @@ class RayVirtualCluster:
         return error
 
 
-def _list_nodes() -> list[Node]:
-    """Return the alive nodes of the cluster."""
+def _list_nodes(excluded: Sequence[str] = ()) -> list[Node]:
+    """Return the alive nodes of the cluster without those at the addresses `excluded`."""
     free = available_resources_per_node()
     nodes = []
     for node in ray.nodes():
-        if not node["Alive"]:
+        if not node["Alive"] or node["NodeManagerAddress"] in excluded:
             continue
         nodes.append(
             Node(
@@ -259,7 +279,8 @@ def _list_nodes() -> list[Node]:
 def num_free_nodes(config: ClusterConfig) -> int:
     """Return the nodes of the connected cluster that have room for the policy workers of a node."""
     per_node = ResourceRequest.from_config(config, generates=False).per_node
-    return sum(node.free.fits(per_node) for node in _list_nodes())
+    nodes = _list_nodes(config.exclude_nodes)
+    return sum(node.free.fits(per_node) for node in nodes)
 
 
 def _nodes_of(group: PlacementGroup) -> list[str]:

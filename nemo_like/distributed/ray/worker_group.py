@@ -35,6 +35,7 @@ from nemo_like.distributed.ray.failures import (
     explain_hung,
     failure_of,
     kill_process,
+    waiting_text,
 )
 from nemo_like.distributed.ray.virtual_cluster import BundleSet, RayVirtualCluster
 from nemo_like.distributed.worker_group import Handle
@@ -344,7 +345,11 @@ class RayWorkerGroup:
         """
         deadline = time.monotonic() + GRACE_S
         while failure.is_secondary and pending and time.monotonic() < deadline:
-            other = self._next_failure(pending, timeout_s=max(0.0, deadline - time.monotonic()))
+            silence = self._silence_of_timeout(pending)
+            if silence is not None and not silence.responds:
+                break
+            left_s = max(0.0, deadline - time.monotonic())
+            other = self._next_failure(pending, timeout_s=min(left_s, self._monitor.poll_s))
             if other is not None and not other.is_secondary:
                 failure = other
         return failure
@@ -353,26 +358,32 @@ class RayWorkerGroup:
         """Raise WorkerHung after the progress deadline."""
         silence = self._monitor.check(_ranks(pending))
         if silence is not None:
-            self._stop_hung(silence, pending)
+            self._stop_hung(silence, pending, self._monitor.waiting_text(silence.rank))
 
     def _stop(self, failure: Failure, pending: _Pending | None = None) -> NoReturn:
         if failure.is_secondary and pending:
-            # A collective timed out: the root cause is a rank whose call is still running. Its
-            # silence is about as long as the timeout; 0.9 is a margin.
-            min_silent_s = 0.9 * self._collective_timeout_s
-            silence = self._monitor.longest_silence(_ranks(pending), min_silent_s=min_silent_s)
+            # A collective timed out: the root cause is a rank whose call is still running.
+            silence = self._silence_of_timeout(pending)
             if silence is not None:
-                self._stop_hung(silence, pending)
+                assert isinstance(failure.error, Raised)
+                collective = failure.error.collective
+                self._stop_hung(silence, pending, waiting_text(failure.rank, collective))
         self._failure = explain(failure, self.name, self._locations[failure.rank])
         self.shutdown()
         raise self._failure
 
-    def _stop_hung(self, silence: Silence, pending: _Pending) -> NoReturn:
+    def _silence_of_timeout(self, pending: _Pending) -> Silence | None:
+        """Return the rank with a running call whose silence let a collective time out, if any."""
+        # Its silence is about as long as the timeout; 0.9 is a margin.
+        min_silent_s = 0.9 * self._collective_timeout_s
+        return self._monitor.longest_silence(_ranks(pending), min_silent_s=min_silent_s)
+
+    def _stop_hung(self, silence: Silence, pending: _Pending, waiting: str) -> NoReturn:
         location = self._locations[silence.rank]
         method = next(call.method for call in pending.values() if call.rank == silence.rank)
-        hung = explain_hung(silence, self.name, method, location)
+        hung = explain_hung(silence, self.name, method, location, waiting)
         self._failure = hung
-        logger.info("%s\n%s", hung, silence.stack)
+        logger.info("%s", "\n".join([str(hung), *getattr(hung, "__notes__", ())]))
         # Ray cannot end a stopped process (SIGSTOP).
         kill_process(location)
         self.shutdown()

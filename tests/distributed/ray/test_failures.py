@@ -76,6 +76,11 @@ def test_the_cause_is_diagnosed_from_the_evidence(
 
 def test_without_evidence_no_cause_is_claimed() -> None:
     assert diagnose(SIGKILL, None, 0) is None
+    lost_node = Evidence(log_tail="*** SIGABRT", has_raylet=False)
+    assert diagnose(SIGKILL, lost_node, 0) == (
+        "its node left the cluster",
+        "Check that machine, or remove it from the cluster.",
+    )
     told, _ = diagnose(SIGKILL, Evidence(process_state="S"), 0) or ("", "")
     assert "still ran" in told
 
@@ -92,6 +97,8 @@ def test_evidence_is_read_from_the_log_and_the_process_table(tmp_path: Path) -> 
     process.kill()
     process.wait()
     assert not read_evidence(str(log), process.pid).is_running
+    assert read_evidence(str(log), process.pid, os.getpid()).has_raylet
+    assert not read_evidence(str(log), os.getpid(), process.pid).has_raylet
 
 
 def test_exceptions_with_a_known_way_out_have_advice() -> None:

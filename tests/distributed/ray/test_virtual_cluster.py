@@ -91,6 +91,20 @@ def test_more_workers_than_the_cluster_has_are_waited_for_and_given_up(two_nodes
     assert "waiting for resources on the Ray cluster, to which nodes must be added" in reports[0]
 
 
+def test_excluded_nodes_get_no_workers_and_an_unknown_address_is_named(two_nodes: Cluster) -> None:
+    reports: list[str] = []
+    unknown = ClusterConfig(num_nodes=2, exclude_nodes=("192.0.2.99",))
+    with RayVirtualCluster(unknown, report=reports.append) as cluster:
+        assert len(cluster.policy_bundles) == 2
+    assert reports[0].startswith("cluster.exclude_nodes: no node has the address 192.0.2.99; the")
+    # Both nodes of this machine have its address.
+    address = ray.nodes()[0]["NodeManagerAddress"]
+    excluded = ClusterConfig(exclude_nodes=(address,), placement_timeout_s=1)
+    with pytest.raises(ClusterError, match="Available: no node") as caught:
+        RayVirtualCluster(excluded, report=reports.append)
+    assert caught.value.num_nodes == 0
+
+
 def test_room_that_others_give_back_is_taken(two_nodes: Cluster) -> None:
     first = RayVirtualCluster(ClusterConfig(num_nodes=2, workers_per_node=2))
     reports: list[str] = []

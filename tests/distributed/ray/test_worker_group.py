@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import secrets
+import shutil
 import signal
 import threading
 import time
@@ -359,11 +361,30 @@ def test_a_hung_worker_is_distinguished_from_a_slow_one(
     for location in group.locations:
         wait_for_end(location.pid)
 
-    group = plain_group(cluster, ParallelLayout(dp=2))
-    stopped = group.locations[0].pid
-    os.kill(stopped, signal.SIGSTOP)
-    with pytest.raises(WorkerHung, match=r"worker 0 .* it is stopped \(SIGSTOP or a debugger\)"):
-        group.run_all_workers("multiply", 1)
+
+@pytest.mark.parametrize("has_py_spy", [True, False])
+def test_a_rank_that_is_stopped_in_a_collective_is_named_with_its_stack(
+    cluster: RayVirtualCluster, monkeypatch: pytest.MonkeyPatch, has_py_spy: bool
+) -> None:
+    """The other rank waits for it; without py-spy its own fault handler writes the stack."""
+    timeouts = dataclasses.replace(cluster.config, progress_timeout_s=6.0)
+    monkeypatch.setattr(cluster, "config", timeouts)
+    if not has_py_spy:
+        monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
+    group = collective_group(cluster, ParallelLayout(dp=2))
+    stopped = group.locations[1].pid
+    threading.Timer(0.5, os.kill, (stopped, signal.SIGSTOP)).start()
+    with pytest.raises(WorkerHung, match=r"it is stopped \(SIGSTOP or a debugger\)") as caught:
+        group.run_all_workers("all_reduce_forever")
+    assert caught.value.rank == 1
+    message = str(caught.value)
+    assert f"worker 1 of the policy group (pid {stopped} " in message
+    assert re.search(
+        r"Worker 0 waited for it in gloo:all_reduce of \[\[1\]\] \(collective \d+ of", message
+    )
+    # It was stopped in the collective, or in the sleep after it.
+    assert re.search(r"Its innermost call is [\w.]+ \([\w.]+\.py:\d+\)\. ", message)
+    assert "all_reduce_forever" in caught.value.__notes__[0]
     wait_for_end(stopped)
 
 
