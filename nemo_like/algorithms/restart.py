@@ -13,6 +13,7 @@ from nemo_like.console import say_error
 from nemo_like.metrics import start_timers
 from nemo_like.run.checkpoint import Checkpointer
 from nemo_like.run.directory import RunDirectory
+from nemo_like.training.microbatches import MAX_REDUCTIONS, MemoryPolicy, microbatch_limits
 from nemo_like.training.restart import Restart, RestartPolicy, last_step
 from nemo_like.training.run import RunResult
 from nemo_like.training.stopping import RunStopped, StopRequests
@@ -21,12 +22,14 @@ from nemo_like.training.stopping import RunStopped, StopRequests
 def run_with_restarts(
     run_job: Callable[[RunConfig], RunResult], config: RunConfig, stop: StopRequests
 ) -> RunResult:
-    """Return the result of `run_job`, after the restarts that `cluster.restart` allows.
+    """Return the result of `run_job`, after the restarts that `cluster.restart` and `policy.oom`
+    allow.
 
     With `cluster.restart.min_nodes` a restart may have fewer nodes; the run then ends at a step
     and starts again when the others have returned. Raises what a final failure raises.
     """
     policy = RestartPolicy(config.cluster)
+    memory = MemoryPolicy()
     directory = RunDirectory(Path(config.output_dir) / config.run_name)
     while True:
         started = time.time()
@@ -48,14 +51,20 @@ def run_with_restarts(
             if stop.reason is not None:
                 raise
             step, written = last_step(directory.metrics)
-            found = policy.next_start(
-                error, step=step, has_new_steps=written >= started, num_nodes=num_nodes
-            )
-            if found is None:
-                raise
-            restart = found
             saved = Checkpointer(directory.path, config.checkpointing).selected().get("latest")
-            say_error(_failure_text(error, step, saved, restart, policy.cluster))
+            smaller = memory.next_config(config, error)
+            if smaller is not None:
+                config = smaller
+                restart = Restart(0.0, num_nodes, 0)
+                say_error(_memory_text(error, step, saved, config, memory.num_reductions))
+            else:
+                found = policy.next_start(
+                    error, step=step, has_new_steps=written >= started, num_nodes=num_nodes
+                )
+                if found is None:
+                    raise
+                restart = found
+                say_error(_failure_text(error, step, saved, restart, policy.cluster))
         # The exception is gone here, and with it what its frames kept alive.
         _wait(restart.delay_s, stop)
         cluster = replace(config.cluster, num_nodes=restart.num_nodes)
@@ -89,20 +98,33 @@ def _returned_nodes(cluster: ClusterConfig, num_nodes: int) -> Callable[[], bool
 def _failure_text(
     error: Exception, step: int, saved: Path | None, restart: Restart, cluster: ClusterConfig
 ) -> str:
-    """Return the line about a failure and the restart that follows.
-
-    `saved` is the latest checkpoint, `step_<N>`.
-    """
-    if saved is None:
-        start = f"step 0 again ({counted(step, 'step')} lost)"
-    else:
-        num_repeated = max(0, step - int(saved.name.rpartition("_")[2]))
-        start = f"{saved.name} ({counted(num_repeated, 'step')} repeated)"
+    """Return the line about a failure and the restart that follows."""
     nodes = ""
     if restart.num_nodes != cluster.num_nodes:
         nodes = f" on {restart.num_nodes} of {cluster.num_nodes} nodes"
     return (
-        f"failed after step {step}: {error}\nThe run continues from {start}{nodes} in"
+        f"failed after step {step}: {error}\nThe run continues from"
+        f" {_start_text(step, saved)}{nodes} in"
         f" {restart.delay_s:g} s (restart {restart.number} of at most"
         f" {cluster.restart.max_restarts} in {cluster.restart.window_s:g} s; cluster.restart)."
     )
+
+
+def _memory_text(
+    error: Exception, step: int, saved: Path | None, config: RunConfig, number: int
+) -> str:
+    """Return the line about a run that continues with the smaller microbatches of `config`."""
+    limits = ", ".join(f"{key}={value}" for key, value in microbatch_limits(config.policy))
+    return (
+        f"out of memory after step {step}: {error}\nThe run continues from"
+        f" {_start_text(step, saved)} with {limits} (reduction {number} of at most"
+        f" {MAX_REDUCTIONS}; policy.oom)."
+    )
+
+
+def _start_text(step: int, saved: Path | None) -> str:
+    """Return the start after a failure; `saved` is the latest checkpoint, `step_<N>`."""
+    if saved is None:
+        return f"step 0 again ({counted(step, 'step')} lost)"
+    num_repeated = max(0, step - int(saved.name.rpartition("_")[2]))
+    return f"{saved.name} ({counted(num_repeated, 'step')} repeated)"

@@ -324,6 +324,10 @@ class PolicyConfig:
     """Weights that are not trained: patterns on their Hugging Face names, e.g.
     `[model.embed_tokens.*, "model.layers.[0-7].*"]`."""
     ema: EmaConfig = field(default_factory=EmaConfig)
+    oom: Literal["stop", "shrink"] = "stop"
+    """What follows when a policy worker runs out of memory: `stop` ends the run; `shrink` continues
+    from the latest checkpoint with 0.8 times the tokens (or rows) per microbatch, at most 5 times.
+    Results are equal up to rounding. Needs `data.batching.kind=fixed`."""
     parity_check: bool = True
     """While the workers start, train a tiny copy of the model for one step on CPU, in the run's
     engine, batching mode, layout and recomputation, and compare it with transformers. A difference
