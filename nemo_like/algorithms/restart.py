@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from nemo_like.config.errors import counted
@@ -28,13 +30,12 @@ def run_with_restarts(
     With `cluster.restart.min_nodes` a restart may have fewer nodes; the run then ends at a step
     and starts again when the others have returned. Raises what a final failure raises.
     """
-    policy = RestartPolicy(config.cluster)
-    memory = MemoryPolicy()
-    directory = RunDirectory(Path(config.output_dir) / config.run_name)
+    decision = _Decision(config.cluster, RunDirectory(Path(config.output_dir) / config.run_name))
+    num_nodes = config.cluster.num_nodes
     while True:
         started = time.time()
-        num_nodes = config.cluster.num_nodes
-        stop.watch_nodes(_returned_nodes(policy.cluster, num_nodes))
+        stop.watch_nodes(_returned_nodes(decision.policy.cluster, config.cluster.num_nodes))
+        stop.restarts_after = partial(_restarts_after, stop, decision, config, started)
         try:
             return run_job(config)
         except RunStopped:
@@ -43,32 +44,64 @@ def run_with_restarts(
             # A signal in the same step ends the run.
             if not has_returned or stop.reason is not None:
                 raise
-            restart = Restart(0.0, policy.cluster.num_nodes, 0)
+            restart = Restart(0.0, num_nodes, 0)
             say_error(f"nodes have returned: the run continues on {restart.num_nodes}")
         except Exception as error:
             # The cluster may be gone, which a check for nodes would need.
             stop.watch_nodes(None)
             if stop.reason is not None:
                 raise
-            step, written = last_step(directory.metrics)
-            saved = Checkpointer(directory.path, config.checkpointing).selected().get("latest")
-            smaller = memory.next_config(config, error)
-            if smaller is not None:
-                config = smaller
-                restart = Restart(0.0, num_nodes, 0)
-                say_error(_memory_text(error, step, saved, config, memory.num_reductions))
-            else:
-                found = policy.next_start(
-                    error, step=step, has_new_steps=written >= started, num_nodes=num_nodes
-                )
-                if found is None:
-                    raise
-                restart = found
-                say_error(_failure_text(error, step, saved, restart, policy.cluster))
+            found = decision.next_start(config, error, started)
+            if found is None:
+                raise
+            restart, config, text = found
+            say_error(text)
         # The exception is gone here, and with it what its frames kept alive.
         _wait(restart.delay_s, stop)
         cluster = replace(config.cluster, num_nodes=restart.num_nodes)
         config = replace(config, resume=True, cluster=cluster)
+
+
+class _Decision:
+    """Whether and how a run starts again, from its failures in order."""
+
+    def __init__(self, cluster: ClusterConfig, directory: RunDirectory) -> None:
+        self.policy = RestartPolicy(cluster)
+        self._memory = MemoryPolicy()
+        self._directory = directory
+
+    def next_start(
+        self, config: RunConfig, error: Exception, started: float
+    ) -> tuple[Restart, RunConfig, str] | None:
+        """Return the restart, its configuration and the line about it; None after a final failure.
+
+        `started` is when the start that failed began, on the clock of `time.time`.
+        """
+        step, written = last_step(self._directory.metrics)
+        checkpointer = Checkpointer(self._directory.path, config.checkpointing)
+        saved = checkpointer.selected().get("latest")
+        num_nodes = config.cluster.num_nodes
+        smaller = self._memory.next_config(config, error)
+        if smaller is not None:
+            text = _memory_text(error, step, saved, smaller, self._memory.num_reductions)
+            return Restart(0.0, num_nodes, 0), smaller, text
+        restart = self.policy.next_start(
+            error, step=step, has_new_steps=written >= started, num_nodes=num_nodes
+        )
+        if restart is None:
+            return None
+        return restart, config, _failure_text(error, step, saved, restart, self.policy.cluster)
+
+
+def _restarts_after(
+    stop: StopRequests, decision: _Decision, config: RunConfig, started: float, error: BaseException
+) -> bool:
+    """Return whether the run will start again after `error`, without deciding it."""
+    if isinstance(error, RunStopped):
+        return stop.has_returned_nodes and stop.final_reason is None
+    if not isinstance(error, Exception) or stop.final_reason is not None:
+        return False
+    return deepcopy(decision).next_start(config, error, started) is not None
 
 
 def _wait(delay_s: float, stop: StopRequests) -> None:

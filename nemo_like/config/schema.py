@@ -614,6 +614,9 @@ class CheckpointingConfig:
     """Save after every so many steps, and always at the end; 0 saves only at the end."""
     keep_latest: Annotated[int, Ge(1)] = 2
     """Number of checkpoints that are kept; older ones are removed."""
+    keep_hours: Annotated[float | None, Gt(0)] = None
+    """Keep all checkpoints of the last so many hours, in addition to `keep_latest`, also in the
+    store of `upload_to`, which may lack some of them. null keeps by number only."""
     async_save: bool = True
     """Write checkpoints while training continues, from a copy in host memory (12 bytes per
     parameter)."""

@@ -35,22 +35,29 @@ class MemoryPolicy:
         ):
             return None
         if self.num_reductions == MAX_REDUCTIONS:
-            error.cause.add_note(
-                f"policy.oom is shrink, and the run has had {MAX_REDUCTIONS} reductions already."
+            _add_note(
+                error.cause,
+                f"policy.oom is shrink, and the run has had {MAX_REDUCTIONS} reductions already.",
             )
             return None
         smaller = replace(config, policy=smaller_microbatches(config))
         if smaller == config:
             limits = ", ".join(f"{key}={value}" for key, value in microbatch_limits(policy))
-            error.cause.add_note(
+            _add_note(
+                error.cause,
                 f"policy.oom is shrink, but {limits} cannot be smaller: a"
                 f" {config.needs.batch.example} of policy.max_total_sequence_length="
                 f"{policy.max_total_sequence_length} has to fit in a microbatch. Lower"
-                " policy.max_total_sequence_length."
+                " policy.max_total_sequence_length.",
             )
             return None
         self.num_reductions += 1
         return smaller
+
+
+def _add_note(error: Exception, note: str) -> None:
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
 
 
 def smaller_microbatches(config: RunConfig) -> PolicyConfig:

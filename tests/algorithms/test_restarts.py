@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from nemo_like.algorithms.restart import run_with_restarts
 from nemo_like.config.load import to_yaml
 from nemo_like.config.schema import RunConfig
+from nemo_like.distributed.errors import WorkerDied
 from nemo_like.training.run import RunResult
 from nemo_like.training.stopping import RunStopped, StopRequests
 from tests.algorithms.test_ray_runs import RESTARTS, wait_for, wait_for_step
@@ -76,3 +80,27 @@ def test_a_signal_in_the_step_in_which_nodes_return_ends_the_run(recipe: Recipe)
     with pytest.raises(RunStopped, match="SIGTERM"):
         run_with_restarts(run_job, recipe.sft(), stop)
     assert starts == [False, True]
+
+
+def test_a_failed_start_knows_whether_another_follows(recipe: Recipe) -> None:
+    """It then leaves a running upload to the next start."""
+    stop = StopRequests(None)
+    config = recipe.sft("cluster.restart.backoff_s=0", "cluster.restart.max_restarts=1")
+    died = WorkerDied("killed", group="policy", rank=0, method="train")
+    seen: list[list[bool]] = []
+
+    def run_job(config: RunConfig) -> RunResult:
+        directory = Path(config.output_dir) / config.run_name
+        directory.mkdir(exist_ok=True)
+        step = len(seen) + 1
+        with (directory / "metrics.jsonl").open("a") as metrics:
+            metrics.write(json.dumps({"step": step, "unix_time_s": time.time()}) + "\n")
+        # Twice: the first answer is no decision.
+        seen.append([stop.restarts_after(error) for error in (died, died, ValueError("x"))])
+        raise died
+
+    with pytest.raises(WorkerDied):
+        run_with_restarts(run_job, config, stop)
+    assert seen == [[True, True, False], [False, False, False]]
+    stop.unhealthy = "rule"
+    assert not stop.restarts_after(died)
