@@ -21,8 +21,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
-from nemo_like.algorithms.registry import ALGORITHMS
+from nemo_like.algorithms.registry import ALGORITHMS, load_config
 from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.config.load import to_yaml
 from tests.algorithms.test_ray_runs import wait_for_step
@@ -77,6 +78,22 @@ def test_clusters_are_closed_and_dashboards_stay_on_loopback() -> None:
     assert "export RAY_AUTH_MODE=token" in start
     assert "--dashboard-host 127.0.0.1" in start
     assert not any("0.0.0.0" in script.read_text(encoding="utf-8") for script in SCRIPTS)
+
+
+def test_the_manifest_runs_a_command_that_fits_its_pods() -> None:
+    spec = yaml.safe_load((ROOT / "ray_jobs" / "kuberay.yaml").read_text(encoding="utf-8"))["spec"]
+    words = spec["entrypoint"].split()
+    assert words[2] == "ray_jobs/retry.sh" and spec["backoffLimit"] > 0
+    kind, option, path = words[words.index("nemo-like") + 1 :][:3]
+    assert option == "--config"
+    config = load_config(kind, ROOT / path, words[words.index(path) + 1 :])
+    (group,) = spec["rayClusterSpec"]["workerGroupSpecs"]
+    (pod,) = group["template"]["spec"]["containers"]
+    assert config.resume
+    assert config.cluster.num_nodes == group["replicas"]
+    assert config.cluster.gpus_per_node == int(pod["resources"]["limits"]["nvidia.com/gpu"])
+    mounts = [mount["mountPath"] for mount in pod["volumeMounts"]]
+    assert config.output_dir in mounts
 
 
 @pytest.fixture
