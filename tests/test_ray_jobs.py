@@ -21,21 +21,29 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
-from nemo_like.algorithms.registry import ALGORITHMS
+from nemo_like.algorithms.registry import ALGORITHMS, load_config
+from nemo_like.algorithms.sft.loop import run_sft
+from nemo_like.config.load import to_yaml
+from tests.algorithms.test_ray_runs import wait_for_step
+from tests.algorithms.test_runs import read_metrics
+from tests.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted((ROOT / "ray_jobs").glob("*.sh"))
 
 
 def test_one_script_submits_every_algorithm() -> None:
-    assert [path.stem for path in SCRIPTS] == ["start_head", "stop_head", "submit"]
+    assert [path.stem for path in SCRIPTS] == ["retry", "start_head", "stop_head", "submit"]
     text = (ROOT / "ray_jobs" / "submit.sh").read_text(encoding="utf-8")
     assert f"[--env NAME ...] {'|'.join(ALGORITHMS)} CONFIG" in text
     assert f"  {' | '.join(ALGORITHMS)}) ;;" in text
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "script", [*SCRIPTS, ROOT / "ray_jobs" / "slurm.sbatch"], ids=lambda path: path.name
+)
 def test_each_script_is_executable_and_parses(script: Path) -> None:
     assert os.access(script, os.X_OK)
     subprocess.run(["bash", "-n", str(script)], check=True)
@@ -48,6 +56,7 @@ def test_each_script_is_executable_and_parses(script: Path) -> None:
         (["--upload", "grpo"], "usage: ray_jobs/submit.sh"),
         (["dance", "x.yaml"], "unknown command 'dance'"),
         (["sft", "examples/configs/missing.yaml"], "no config file examples/configs/missing.yaml"),
+        (["--retries", "many", "sft", "x.yaml"], "--retries takes a number"),
         (["--package", "missing", "sft", "x.yaml"], "--package missing is not a directory"),
         (
             ["--env", "NOT_SET_ANYWHERE", "sft", "x.yaml"],
@@ -69,6 +78,22 @@ def test_clusters_are_closed_and_dashboards_stay_on_loopback() -> None:
     assert "export RAY_AUTH_MODE=token" in start
     assert "--dashboard-host 127.0.0.1" in start
     assert not any("0.0.0.0" in script.read_text(encoding="utf-8") for script in SCRIPTS)
+
+
+def test_the_manifest_runs_a_command_that_fits_its_pods() -> None:
+    spec = yaml.safe_load((ROOT / "ray_jobs" / "kuberay.yaml").read_text(encoding="utf-8"))["spec"]
+    words = spec["entrypoint"].split()
+    assert words[2] == "ray_jobs/retry.sh" and spec["backoffLimit"] > 0
+    kind, option, path = words[words.index("nemo-like") + 1 :][:3]
+    assert option == "--config"
+    config = load_config(kind, ROOT / path, words[words.index(path) + 1 :])
+    (group,) = spec["rayClusterSpec"]["workerGroupSpecs"]
+    (pod,) = group["template"]["spec"]["containers"]
+    assert config.resume
+    assert config.cluster.num_nodes == group["replicas"]
+    assert config.cluster.gpus_per_node == int(pod["resources"]["limits"]["nvidia.com/gpu"])
+    mounts = [mount["mountPath"] for mount in pod["volumeMounts"]]
+    assert config.output_dir in mounts
 
 
 @pytest.fixture
@@ -305,6 +330,75 @@ def test_a_head_that_fails_to_start_leaves_no_process(copied: Path) -> None:
         time.sleep(0.1)
     else:
         assert not Path(f"/proc/{child}").exists()
+
+
+RETRY = ROOT / "ray_jobs" / "retry.sh"
+
+
+@pytest.mark.parametrize(
+    ("body", "expected", "code"),
+    [
+        ('echo "$@"; kill -KILL $$', ["a", "a resume=true", "a resume=true"], 137),
+        ('echo "$@"; kill -TERM $$', ["a"], 143),
+        *((f'echo "$@"; exit {code}', ["a"], code) for code in (0, 1, 2, 3, 75, 130)),
+    ],
+)
+def test_only_a_command_that_a_signal_killed_runs_again(
+    body: str, expected: list[str], code: int
+) -> None:
+    command = [RETRY, "2", "bash", "-c", body, "bash", "a"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.splitlines()) == (code, expected)
+    assert done.stderr.count("starts again with resume=true (retry") == len(expected) - 1
+
+
+def test_a_signal_reaches_the_command_and_ends_the_retries() -> None:
+    body = "trap 'sleep 0.1; exit 137' TERM; echo ready; while :; do sleep 0.01; done"
+    process = subprocess.Popen([RETRY, "2", "bash", "-c", body], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.terminate()
+    assert process.wait(timeout=60) == 137
+    assert process.stdout.read() == "", "it did not run again"
+
+
+@pytest.mark.exhaustive
+def test_a_job_whose_driver_was_killed_continues(recipe: Recipe) -> None:
+    options = (
+        "sft.max_num_steps=100",
+        "sft.val_period=0",
+        "sft.val_at_start=false",
+        "checkpointing.save_period=3",
+        "checkpointing.export_hf=false",
+    )
+    config = recipe.folder / "job.yaml"
+    config.write_text(to_yaml(recipe.sft(*options, "cluster.backend=ray")))
+    port, dashboard_port = map(str, free_ports(2))
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    with tempfile.TemporaryDirectory(prefix="nl_") as folder:
+        environment = os.environ | {"RAY_TMPDIR": folder, "PATH": programs}
+        environment |= {"RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard_port}"}
+        start = [ROOT / "ray_jobs" / "start_head.sh", "--num-cpus=1"]
+        start += [f"--port={port}", f"--dashboard-port={dashboard_port}"]
+        subprocess.run(start, env=environment, check=True, stdout=subprocess.DEVNULL)
+        try:
+            submit = [ROOT / "ray_jobs" / "submit.sh", "--retries", "1", "sft", config]
+            job = subprocess.Popen(submit, env=environment, stdout=subprocess.PIPE, text=True)
+            wait_for_step(recipe.folder / "sft", 5)
+            lock = json.loads((recipe.folder / "sft" / "run.lock").read_text())
+            os.kill(lock["pid"], signal.SIGKILL)
+            output, _ = job.communicate()
+        finally:
+            subprocess.run([ROOT / "ray_jobs" / "stop_head.sh", port], check=True)
+    assert job.returncode == 0, output
+    assert "killed by signal 9; it starts again with resume=true (retry 1 of at most 1)" in output
+    assert "resumed from" in output
+    straight = run_sft(recipe.sft(*options, "run_name=straight"))
+    expected = read_metrics(straight.directory.path)
+    found = read_metrics(recipe.folder / "sft")
+    assert [record["step"] for record in found] == list(range(1, 101))
+    assert [record["policy/loss"] for record in found] == pytest.approx(
+        [record["policy/loss"] for record in expected], rel=1e-6
+    )
 
 
 @pytest.fixture

@@ -280,11 +280,14 @@ class _Opening:
             return None
         uploader = Uploader(self.store, self.checkpointer, self.directory.path)
 
-        def close() -> None:
+        def close(kind: object, error: BaseException | None, trace: object) -> None:
+            if error is not None and self.stop.restarts_after(error):
+                uploader.cancel()
+                return
             with self.progress.phase(f"uploading to {uploader.store.address}"):
                 uploader.close(self.config.checkpointing.upload_wait_s)
 
-        self.closing.callback(close)
+        self.closing.push(close)
         return uploader
 
     def _open_files(

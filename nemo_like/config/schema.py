@@ -324,6 +324,10 @@ class PolicyConfig:
     """Weights that are not trained: patterns on their Hugging Face names, e.g.
     `[model.embed_tokens.*, "model.layers.[0-7].*"]`."""
     ema: EmaConfig = field(default_factory=EmaConfig)
+    oom: Literal["stop", "shrink"] = "stop"
+    """What follows when a policy worker runs out of memory: `stop` ends the run; `shrink` continues
+    from the latest checkpoint with 0.8 times the tokens (or rows) per microbatch, at most 5 times.
+    Results are equal up to rounding. Needs `data.batching.kind=fixed`."""
     parity_check: bool = True
     """While the workers start, train a tiny copy of the model for one step on CPU, in the run's
     engine, batching mode, layout and recomputation, and compare it with transformers. A difference
@@ -617,6 +621,9 @@ class CheckpointingConfig:
     """Save after every so many steps, and always at the end; 0 saves only at the end."""
     keep_latest: Annotated[int, Ge(1)] = 2
     """Number of checkpoints that are kept; older ones are removed."""
+    keep_hours: Annotated[float | None, Gt(0)] = None
+    """Keep all checkpoints of the last so many hours, in addition to `keep_latest`, also in the
+    store of `upload_to`, which may lack some of them. null keeps by number only."""
     async_save: bool = True
     """Write checkpoints while training continues, from a copy in host memory (12 bytes per
     parameter)."""

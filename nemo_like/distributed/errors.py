@@ -127,6 +127,17 @@ def is_collective_error(error: BaseException) -> bool:
     return _COLLECTIVE.search(str(error)) is not None
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if an allocation failed, on a GPU or in host memory.
+
+    torch's types are compared by name, so that the driver does not import it.
+    """
+    is_torch = type(error).__name__ == "OutOfMemoryError"
+    # On CPU torch raises a plain RuntimeError.
+    on_host = type(error) is RuntimeError and "DefaultCPUAllocator: " in str(error)
+    return is_torch or on_host or isinstance(error, MemoryError)
+
+
 def advise_on_memory(group: str) -> str:
     """Return the settings that lower the memory of a worker of `group`."""
     if group.startswith("reward_model"):
@@ -144,8 +155,7 @@ def progress_setting(group: str, method: str) -> str:
 
 def advise(error: Exception, group: str = "") -> str:
     """Return the settings to change for a known exception in `group`; empty for others."""
-    # torch.OutOfMemoryError, also by its name only.
-    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
+    if is_out_of_memory(error):
         return advise_on_memory(group)
     if is_collective_error(error) and re.search("timed? ?out", str(error), re.IGNORECASE):
         return (

@@ -308,7 +308,9 @@ class Checkpointer:
         self._verified_step = step
 
     def _prune(self, step: int) -> None:
-        """Remove all checkpoints but the newest `keep_latest` up to `step`, and `best`."""
+        """Remove all checkpoints but `best` and those up to `step` that `keep_latest` and
+        `keep_hours` select.
+        """
         steps = self._steps()
         kept = []
         for other in steps:
@@ -316,11 +318,18 @@ class Checkpointer:
             if other <= step and (self._directory(other) / MANIFEST).exists():
                 kept.append(other)
         best = self._named_step(self.best_path)
+        newest = kept[: self.config.keep_latest]
         kept = [
-            other for other in kept if other == best or other in kept[: self.config.keep_latest]
+            other for other in kept if other == best or other in newest or self._is_recent(other)
         ]
         removed = [self._directory(other) for other in steps if other not in kept]
         self._remove(directory for directory in removed if directory not in self.in_use)
+
+    def _is_recent(self, step: int) -> bool:
+        hours = self.config.keep_hours
+        if hours is None:
+            return False
+        return time.time() - (self._directory(step) / MANIFEST).stat().st_mtime < 3600 * hours
 
     def _remove(self, directories: Iterable[Path]) -> None:
         for directory in list(directories):

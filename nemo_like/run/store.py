@@ -19,6 +19,7 @@ import hashlib
 import json
 import logging
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
@@ -35,6 +36,7 @@ _UPLOAD = "upload.json"
 _KEY = "checkpointing.upload_to"
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 """Protocol -> the extra with its package."""
+_LOCAL = ("file", "local")
 _RUN_FILES = ("config.yaml", "*.jsonl", "plan/*.json*", "logs/*_run_id")
 """Files of a run that a resume continues; config.yaml, which marks the directory of a run, first.
 The last ones are the ids of the runs of trackers.
@@ -57,7 +59,7 @@ class Store:
         if not separator:
             raise ConfigError(f"{_KEY}: {url!r} is not a URL such as s3://bucket or file:///backup")
         # Only on a local file system a directory must exist before its files.
-        options = {"auto_mkdir": True} if protocol in ("file", "local") else {}
+        options = {"auto_mkdir": True} if protocol in _LOCAL else {}
         try:
             self.file_system, root = url_to_fs(url, **options)
         except Exception as error:  # the libraries of stores raise any type
@@ -65,6 +67,8 @@ class Store:
             if isinstance(error, ImportError) and protocol in _EXTRAS:
                 advice = f"; run pip install 'nemo-like[{_EXTRAS[protocol]}]'"
             raise ConfigError(f"{_KEY}: {url!r}: {error_text(error)}{advice}") from error
+        self._bucket = root.partition("/")[0] if protocol in _EXTRAS else ""
+        self._is_local = protocol in _LOCAL
         self.root = f"{root.rstrip('/')}/{run_name}"
         self.address = f"{url.rstrip('/')}/{run_name}"
         self.is_cancelled = False
@@ -112,8 +116,13 @@ class Store:
                 self.files.rm(f"{self.root}/{relative}", recursive=True)
 
     def point(self, pointer: str, name: str) -> None:
-        """Let the file `latest` or `best` name an upload."""
-        self.files.pipe_file(f"{self.root}/{pointer}", f"{name}\n".encode())
+        """Let the file `latest` or `best` name an upload; a reader sees the old or the new name."""
+        path = f"{self.root}/{pointer}"
+        # Object stores replace an object atomically, a local file system a renamed file.
+        written = f"{path}.new" if self._is_local else path
+        self.files.pipe_file(written, f"{name}\n".encode())
+        if self._is_local:
+            Path(written).replace(path)
 
     def named(self, pointer: str) -> str | None:
         """Return the upload that `latest` or `best` names; None without the file."""
@@ -123,11 +132,19 @@ class Store:
             return None
 
     def steps(self) -> list[int]:
-        """Return the steps of the complete and of incomplete checkpoints, newest first."""
+        """Return the steps of the complete and of incomplete checkpoints, newest first.
+
+        Raises ConfigError if the bucket does not exist.
+        """
         self.files.invalidate_cache()
         try:
             paths = self.files.ls(self.root, detail=False)
         except FileNotFoundError:
+            if self._bucket and not self.files.exists(self._bucket):
+                raise ConfigError(
+                    f"{_KEY}: the bucket {self._bucket!r} of {self.address} does not exist, or your"
+                    " credentials cannot read it; create it, or correct the URL"
+                ) from None
             return []
         names = [path.rstrip("/").rpartition("/")[2].partition("step_") for path in paths]
         return sorted((int(step) for _, _, step in names if step.isdecimal()), reverse=True)
@@ -143,13 +160,23 @@ class Store:
         is_inside = [not {"..", "/"} & set(PurePosixPath(path).parts) for path in records]
         return records if all(is_inside) else {}
 
-    def prune(self, step: int, keep_latest: int, best: str | None) -> None:
-        """Remove the checkpoints up to `step` but the newest `keep_latest` and `best`."""
+    def prune(
+        self, step: int, keep_latest: int, best: str | None, keep_hours: float | None = None
+    ) -> None:
+        """Remove the checkpoints up to `step` but the newest `keep_latest`, those that were
+        uploaded in the last `keep_hours`, and `best`.
+        """
         names = [f"step_{other}" for other in self.steps() if other <= step]
-        kept = {best, *[name for name in names if self.records(name)][:keep_latest]}
+        complete = [name for name in names if self.records(name)]
+        kept = {best, *complete[:keep_latest]}
         for name in names:
-            if name not in kept:
-                self.remove(name)
+            if name in kept:
+                continue
+            if keep_hours is not None and name in complete:
+                uploaded = self.files.modified(f"{self.root}/{name}/{_UPLOAD}")
+                if time.time() - uploaded.timestamp() < 3600 * keep_hours:
+                    continue
+            self.remove(name)
 
     def get(self, name: str, target: Path, under: str = "") -> str | None:
         """Download the files of an upload that begin with `under`; return the problem, if any."""
@@ -181,6 +208,8 @@ def check_unused(store: Store) -> None:
     """Raise ConfigError if the store has checkpoints, before a run that is not a resume."""
     try:
         is_used = bool(store.steps())
+    except ConfigError:
+        raise
     except Exception as error:  # noqa: BLE001 (the libraries of stores raise any type)
         # Uploads are tried with every checkpoint.
         logger.warning("%s cannot be read now: %s", store.address, error_text(error))
@@ -197,13 +226,16 @@ def restore(store: Store, run: Path) -> int | None:
 
     The checkpoint that `best` names is downloaded as well. Every file is compared with its
     checksum. Returns the step; None if there is nothing to download. Raises CheckpointError if the
-    store cannot be read, or if no complete upload has the content that was uploaded.
+    store cannot be read, or if no complete upload has the content that was uploaded, and
+    ConfigError if the bucket does not exist.
     """
     # Written last: a kill during an earlier download leaves a directory without it.
     if (run / "latest").exists():
         return None
     try:
         return _restore(store, run, run / "checkpoints" / ".writing_download")
+    except ConfigError:
+        raise
     except Exception as error:
         raise CheckpointError(
             f"no checkpoint can be downloaded from {store.address} ({error_text(error)}), and {run}"
@@ -212,7 +244,7 @@ def restore(store: Store, run: Path) -> int | None:
         ) from error
 
 
-def _restore(store: Store, run: Path, download: Path) -> int | None:
+def _restore(store: Store, run: Path, download: Path, num_retries: int = 3) -> int | None:
     # As with local checkpoints, a step after `latest` is of a run that went back.
     latest, best = store.named("latest"), store.named("best")
     steps = sorted(store.steps(), key=lambda step: f"step_{step}" != latest)
@@ -232,6 +264,9 @@ def _restore(store: Store, run: Path, download: Path) -> int | None:
         logger.warning("ignoring %s/%s: %s", store.address, name, problem)
         if is_complete:
             problems.append(f"{name}: {problem}")
+    # A run that still writes may have replaced the checkpoints since the list was read.
+    if num_retries > 0 and set(store.steps()) != set(steps):
+        return _restore(store, run, download, num_retries - 1)
     if problems:
         raise CheckpointError("; ".join(problems))
     return None

@@ -16,6 +16,9 @@ from nemo_like.run.store import Store, UploadCancelled
 logger = logging.getLogger(__name__)
 
 
+_THREAD = "upload"
+
+
 class Uploader:
     """Keeps the latest and the best checkpoint of a run in a store.
 
@@ -35,7 +38,9 @@ class Uploader:
         self._is_failing = False
         self._is_slow = False
         self._is_checked = False
-        self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
+        # Of an earlier start in this process, each in its last request.
+        self._earlier = [each for each in threading.enumerate() if each.name == _THREAD]
+        self._thread = threading.Thread(target=self._run, name=_THREAD, daemon=True)
         self._thread.start()
 
     def submit(self, exports: Sequence[Path] = ()) -> None:
@@ -66,7 +71,18 @@ class Uploader:
                 self._path,
             )
 
+    def cancel(self) -> None:
+        """End the thread after its current request, without waiting for it.
+
+        The next Uploader of this process uploads what is missing.
+        """
+        self.store.is_cancelled = True
+        self._is_closing = True
+        self._is_due.set()
+
     def _run(self) -> None:
+        for thread in self._earlier:
+            thread.join()
         is_last = False
         while not is_last:
             self._is_due.wait()
@@ -78,6 +94,8 @@ class Uploader:
             except UploadCancelled:
                 return
             except Exception as error:  # noqa: BLE001 (the libraries of stores raise any type)
+                if self.store.is_cancelled:
+                    return
                 num_failed = self.metrics["upload/num_failed"].value + 1
                 self.metrics = self.metrics | {"upload/num_failed": Max(num_failed)}
                 logger.log(
@@ -105,7 +123,8 @@ class Uploader:
         if "latest" in selected:
             step = int(selected["latest"].name.removeprefix("step_"))
             best = selected["best"].name if "best" in selected else None
-            self.store.prune(step, self._checkpointer.config.keep_latest, best)
+            kept = self._checkpointer.config
+            self.store.prune(step, kept.keep_latest, best, kept.keep_hours)
             self.metrics = self.metrics | {"upload/latest_step": Max(step)}
         while self._exports:
             export = self._exports[0]

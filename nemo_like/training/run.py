@@ -25,6 +25,7 @@ from nemo_like.run.files import write_text
 from nemo_like.run.progress import Progress, Sample
 from nemo_like.training.files import RunFiles
 from nemo_like.training.groups import WorkersStart
+from nemo_like.training.microbatches import limit_metrics
 from nemo_like.training.reporting import (
     StepWork,
     full_length_metrics,
@@ -151,6 +152,7 @@ class TrainingRun:
             has_frozen_weights=self.settings.policy.adapter is not None,
         )
         self.log.add(throughput | full_length_metrics(work, self.settings.policy))
+        self.log.add(limit_metrics(self.settings.policy))
         self.log.add(self.log.timers.pop())
         if self.files.saver.uploader is not None:
             self.log.add(self.files.saver.uploader.metrics)

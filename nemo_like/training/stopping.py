@@ -57,6 +57,8 @@ class StopRequests:
         """The exception that a signal outside a step has raised."""
         self.has_returned_nodes = False
         """True if the run ends because it can have more nodes."""
+        self.restarts_after: Callable[[BaseException], bool] = lambda error: False
+        """Return whether this process starts the run again after a failure."""
         self._nodes_return: Callable[[], bool] | None = None
         self._next_check_s = 0.0
 
@@ -73,14 +75,22 @@ class StopRequests:
             self.has_returned_nodes = self._nodes_return()
 
     @property
-    def reason(self) -> str | None:
-        """What requests the end of the run; None without a request."""
+    def final_reason(self) -> str | None:
+        """What requests the end of the run for good; None without a request."""
         if self._signal is not None:
             return self._signal.name
         if self.unhealthy is not None:
             return f"health rule {self.unhealthy}"
         if self._limit_s is not None and process_age_s() >= self._limit_s:
             return f"cluster.time_limit {self._limit}"
+        return None
+
+    @property
+    def reason(self) -> str | None:
+        """What requests the end of the run, returned nodes included; None without a request."""
+        final = self.final_reason
+        if final is not None:
+            return final
         if not self.has_returned_nodes:
             self._check_nodes()
         return "returned nodes" if self.has_returned_nodes else None

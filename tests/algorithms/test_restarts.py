@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -108,3 +109,27 @@ def test_the_loss_of_a_node_is_one_line_with_what_happened_and_what_follows(
         " cluster. No result is lost: the run continues from step_10 and repeats 5 steps. It starts"
         " in 0 s (restart 1 of at most 3 in 3600 s; cluster.restart).\n"
     )
+
+
+def test_a_failed_start_knows_whether_another_follows(recipe: Recipe) -> None:
+    """It then leaves a running upload to the next start."""
+    stop = StopRequests(None)
+    config = recipe.sft("cluster.restart.backoff_s=0", "cluster.restart.max_restarts=1")
+    died = WorkerDied("killed", group="policy", rank=0, method="train")
+    seen: list[list[bool]] = []
+
+    def run_job(config: RunConfig) -> RunResult:
+        directory = Path(config.output_dir) / config.run_name
+        directory.mkdir(exist_ok=True)
+        step = len(seen) + 1
+        with (directory / "metrics.jsonl").open("a") as metrics:
+            metrics.write(json.dumps({"step": step, "unix_time_s": time.time()}) + "\n")
+        # Twice: the first answer is no decision.
+        seen.append([stop.restarts_after(error) for error in (died, died, ValueError("x"))])
+        raise died
+
+    with pytest.raises(WorkerDied):
+        run_with_restarts(run_job, config, stop)
+    assert seen == [[True, True, False], [False, False, False]]
+    stop.unhealthy = "rule"
+    assert not stop.restarts_after(died)

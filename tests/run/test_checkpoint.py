@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -99,6 +101,18 @@ def test_find_latest_without_checkpoints_reports_a_start_at_0(
 ) -> None:
     assert checkpointer_at(tmp_path).find_latest() is None
     assert "starting at step 0" in caplog.text
+
+
+def test_keep_hours_keeps_checkpoints_by_age_as_well(tmp_path: Path) -> None:
+    config = CheckpointingConfig(keep_latest=1, keep_hours=2)
+    checkpointer = Checkpointer(tmp_path, config)
+    save(checkpointer, 1)
+    save(checkpointer, 2)
+    assert checkpointer.saved_steps() == [1, 2]
+    old = time.time() - 2 * 3600 - 1
+    os.utime(tmp_path / "checkpoints/step_1/manifest.json", (old, old))
+    save(checkpointer, 3)
+    assert checkpointer.saved_steps() == [2, 3]
 
 
 def test_keep_latest_prunes_after_the_save(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import tempfile
+import time
 import uuid
 from pathlib import Path
 
@@ -167,6 +169,80 @@ def test_a_store_that_cannot_be_read_does_not_start_a_resume_again(tmp_path: Pat
         restore(store, tmp_path)
     check_unused(store)
     assert "Access Denied" in caplog.text
+
+
+class Emptied:
+    """A store whose checkpoints a running training replaces after they were listed."""
+
+    def __init__(self, store: Store, replace_all) -> None:
+        self.files, self.replace_all = store.files, replace_all
+
+    def __getattr__(self, name: str):
+        return getattr(self.files, name)
+
+    def ls(self, path: str, **options: bool):
+        found = self.files.ls(path, **options)
+        self.replace_all()
+        return found
+
+
+def test_a_download_beside_a_run_that_removes_old_checkpoints(tmp_path: Path) -> None:
+    store = new_store()
+    directory, checkpointer = open_run(tmp_path / "run", keep_latest=3)
+    for step in (1, 2, 3):
+        save(directory, checkpointer, step)
+    writer = Store.__new__(Store)
+    writer.__dict__ |= store.__dict__
+    upload(writer, directory, 1, keep_latest=1)
+    steps = [2, 3]
+
+    def replace_all() -> None:
+        if steps:
+            upload(writer, directory, steps.pop(0), keep_latest=1)
+
+    store.file_system = Emptied(store, replace_all)
+    assert restored_step(store, tmp_path / "other") == 3
+
+
+def test_readers_of_a_pointer_see_a_complete_name(tmp_path: Path) -> None:
+    """An object store replaces objects atomically; a local file system would truncate the file."""
+    store = new_store(f"file://{tmp_path}/store")
+    store.point("latest", "step_1")
+    files = store.file_system
+    store.file_system = Files(files, lambda method, path: 0.5)
+    with pytest.raises(Interrupted):
+        store.point("latest", "step_200")
+    store.file_system = files
+    assert store.named("latest") == "step_1"
+    store.point("latest", "step_200")
+    assert store.named("latest") == "step_200"
+
+
+def test_uploads_are_kept_by_age_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = new_store(f"file://{tmp_path}/store")
+    directory, checkpointer = open_run(tmp_path / "run", keep_latest=5)
+    for step in (1, 2, 3, 4):
+        save(directory, checkpointer, step)
+        store.put_checkpoint(directory.path, directory.path / f"checkpoints/step_{step}")
+    store.files.rm_file(f"{store.root}/step_2/upload.json")
+    old = time.time() - 3 * 3600
+    os.utime(f"{store.root}/step_1/upload.json", (old, old))
+    store.prune(4, 1, None, keep_hours=4)
+    assert store.steps() == [4, 3, 1], "2 is not complete"
+    store.prune(4, 1, None, keep_hours=2)
+    assert store.steps() == [4, 3]
+    store.prune(4, 1, None)
+    assert store.steps() == [4]
+
+
+def test_a_missing_bucket_is_not_an_empty_store(tmp_path: Path) -> None:
+    store = new_store()
+    assert store.steps() == []
+    store._bucket = "/missing"
+    with pytest.raises(ConfigError, match=r"upload_to: the bucket '/missing' .* does not exist"):
+        check_unused(store)
+    with pytest.raises(ConfigError, match="does not exist"):
+        restore(store, tmp_path)
 
 
 def test_a_new_run_does_not_replace_the_uploads_of_another(tmp_path: Path) -> None:

@@ -119,6 +119,32 @@ def test_the_end_of_a_run_repeats_a_failed_upload_and_waits_no_longer_than_its_l
     assert run.reader.records("step_1") == {} and run.reader.named("latest") is None
 
 
+def test_a_restart_in_the_same_process_does_not_wait_for_a_running_upload(tmp_path: Path) -> None:
+    begun, released = threading.Event(), threading.Event()
+    paths: list[str] = []
+
+    def before(method: str, path: str) -> float:
+        paths.append(path)
+        begun.set()
+        assert released.wait(WAIT_S)
+        return 1.0
+
+    run = Run(tmp_path / "run", before)
+    run.save(1)
+    assert begun.wait(WAIT_S)
+    run.uploader.cancel()
+    run.save(2)
+    again = Store(run.store.address.rpartition("/")[0], "run")
+    again.file_system = run.store.file_system
+    uploader = Uploader(again, run.checkpointer, run.directory.path)
+    uploader.submit()
+    time.sleep(0.05)
+    assert len(paths) == 1, "the next thread begins after the last request of the first"
+    released.set()
+    uploader.close(WAIT_S)
+    assert run.reader.steps() == [2] and run.reader.named("latest") == "step_2"
+
+
 def test_the_best_checkpoint_and_exports_are_kept(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", lambda method, path: 1.0)
     run.save(1, best=True)
