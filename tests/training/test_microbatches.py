@@ -70,7 +70,7 @@ def test_a_run_out_of_memory_continues_with_smaller_microbatches(
     )
     errors = capfd.readouterr().err
     assert "out of memory after step 3" in errors
-    assert "continues from step_2 (1 step repeated)" in errors
+    assert "continues from step_2 and repeats 1 step" in errors
     key = "policy.sequence_packing.train_mb_tokens"
     assert f"{key}=163" in errors and "reduction 2 of at most 5; policy.oom" in errors
     assert f"changed since this run was started: {key}: 204 -> 163" in caplog.text
