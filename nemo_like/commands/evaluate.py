@@ -28,7 +28,7 @@ from nemo_like.commands.answers import (
     weight_files,
 )
 from nemo_like.commands.start import ANSWER_REWARD
-from nemo_like.config.errors import ConfigError, counted
+from nemo_like.config.errors import ConfigError, counted, shown_path
 from nemo_like.config.plain import to_dict
 from nemo_like.config.schema import ClusterConfig
 from nemo_like.console import say
@@ -160,7 +160,7 @@ def _check_answers(config: AnswerSettings, answers: Answers) -> None:
     names = [name for name, each in functions.items() if each.path == ANSWER_REWARD]
     prompts = chain.from_iterable(each.prompts for each in answers.sets)
     if names and all(prompt.answer is None for prompt in prompts):
-        files = ", ".join(config.data.validation_files.values())
+        files = ", ".join(shown_path(Path(each)) for each in config.data.validation_files.values())
         raise ConfigError(
             f"no row of {files} has an answer for reward.functions.{names[0]} to compare with; set"
             " data.columns={answer: NAME} or another reward, or measure the loss of the rows with"

@@ -27,8 +27,14 @@ from nemo_like.models.spec import ModelSpec, load_spec
 from nemo_like.policy.batching import plan_spec, shared_prefix_mode, stream_spec
 from nemo_like.prediction.lengths import PastRun, RowLengths, read_lengths, read_run
 from nemo_like.prediction.placement import policy_placement
-from nemo_like.prediction.plan_report import MeasuredTime, PlanRequest, make_plan, measured_time
-from nemo_like.prediction.search import KEYS, Candidate, Setting, all_settings, search
+from nemo_like.prediction.plan_report import (
+    BUDGET_MULTIPLE,
+    MeasuredTime,
+    PlanRequest,
+    make_plan,
+    measured_time,
+)
+from nemo_like.prediction.search import KEYS, NODE_GPUS, Candidate, Setting, all_settings, search
 from nemo_like.prediction.table import overrides_text, search_record, show, to_record
 from nemo_like.run.progress import Progress
 from nemo_like.training.images import open_images
@@ -41,10 +47,6 @@ _DEFAULTS = Path(__file__).with_name("plan.yaml")
 _BUDGET_KEY = "policy.sequence_packing.train_mb_tokens"
 _ROW_KEYS = (_BUDGET_KEY, "policy.oversize_rows", "policy.max_total_sequence_length")
 """Keys that say what becomes of rows above the budget."""
-_BUDGET_MULTIPLE = 256
-"""A budget that is raised to the longest row is a multiple of this."""
-_NODE_GPUS = 8
-"""GPUs of a node with `--gpus`."""
 _MAX_ROWS = 65_536
 """Rows of a file of lengths that are planned without --limit."""
 _NUM_STEPS = 16
@@ -205,11 +207,11 @@ def _set_cluster(arguments: argparse.Namespace) -> None:
     """Add the cluster of `--gpus` to the overrides. Raises ConfigError without a memory."""
     if arguments.memory_gb is None:
         raise ConfigError("--gpus searches for what fits; give --memory-gb GIB of one GPU as well")
-    per_node = min(arguments.gpus, _NODE_GPUS)
+    per_node = min(arguments.gpus, NODE_GPUS)
     if arguments.gpus % per_node:
         raise ConfigError(
-            f"--gpus {arguments.gpus}: nodes have {_NODE_GPUS} GPUs; give a multiple of"
-            f" {_NODE_GPUS}, or fewer"
+            f"--gpus {arguments.gpus}: nodes have {NODE_GPUS} GPUs; give a multiple of"
+            f" {NODE_GPUS}, or fewer"
         )
     keys = {
         "cluster.backend": "ray",
@@ -352,7 +354,7 @@ def _raise_budget(
     is_given = any(text.partition("=")[0].strip("+") in _ROW_KEYS for text in arguments.overrides)
     if longest <= budget or is_given or not config.policy.sequence_packing.enabled:
         return ()
-    raised = round_up(longest, _BUDGET_MULTIPLE)
+    raised = round_up(longest, BUDGET_MULTIPLE)
     arguments.overrides = [*arguments.overrides, f"{_BUDGET_KEY}={raised}"]
     note = (
         f"{_BUDGET_KEY} is {raised} instead of the default {budget}: the longest row has {longest}"

@@ -27,7 +27,7 @@ from nemo_like.prediction.plan_report import (
 
 _NUM_STEPS = 4
 """Optimizer steps that are planned of each setting."""
-_NODE_GPUS = 8
+NODE_GPUS = 8
 """Tensor- and context-parallel groups stay within a node of so many GPUs."""
 _SIZES = (1, 2, 4, 8)
 _NEAR_TIE = 1.02
@@ -79,7 +79,7 @@ def all_settings(num_gpus: int, *, has_experts: bool, fixed: dict[str, Any]) -> 
     found = []
     for setting in map(Setting._make, product(*values)):
         group = setting.tensor * setting.context
-        if num_gpus % (group * setting.pipeline) == 0 and group <= _NODE_GPUS:
+        if num_gpus % (group * setting.pipeline) == 0 and group <= NODE_GPUS:
             found.append(setting)
     return found
 

@@ -19,7 +19,7 @@ from nemo_like.prediction.duration import BYTES_PER_S
 from nemo_like.prediction.lengths import BUBBLE
 from nemo_like.prediction.memory import GIB, usable_bytes
 from nemo_like.prediction.plan_report import PlanReport, PlanRequest, seconds_per_step
-from nemo_like.prediction.search import KEYS, Candidate, alternatives
+from nemo_like.prediction.search import KEYS, NODE_GPUS, Candidate, alternatives
 
 FORMAT = 4
 """Format of the JSON record; within one value no key is renamed or removed."""
@@ -239,7 +239,7 @@ def search_table(found: list[Candidate]) -> TextTable:
 def overrides_text(candidate: Candidate) -> str:
     """Return the keys of a candidate as overrides of a command."""
     request = candidate.request
-    num_nodes = max(request.num_gpus // 8, 1)
+    num_nodes = max(request.num_gpus // NODE_GPUS, 1)
     values = {
         "cluster.num_nodes": num_nodes,
         "cluster.gpus_per_node": request.num_gpus // num_nodes,

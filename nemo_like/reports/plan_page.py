@@ -63,7 +63,7 @@ def plan_page(report: PlanReport, found: list[Candidate]) -> str:
     values = {
         "headline": headline(report),
         "notes": report.notes,
-        "verdict": ". ".join([*shared_lines(report), verdict(report), *duration_lines(report)]),
+        "verdict": [*shared_lines(report), verdict(report), *duration_lines(report)],
         "search": search_table(found) if found else None,
         "recommended": overrides_text(found[0]) if found else "",
         "recommendation": recommendation_lines(report),
