@@ -12,9 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 
-from rich.console import Console
-from rich.table import Table
-
 from nemo_like.algorithms.registry import detect_kind, load_config
 from nemo_like.commands.arguments import FAULT_KINDS, FAULT_TARGETS
 from nemo_like.commands.faults import Fault, FaultyRun, Outcome
@@ -31,10 +28,6 @@ _STARTS_OF_TIMEOUT = 2
 workers, and at least 30 s."""
 _DAMAGING = ("kill", "full_disk")
 """Faults that are also injected during a save."""
-_COLUMNS = (
-    *("fault", "count", "recovered", "by itself"),
-    *("recovery s, mean", "max", "steps repeated, mean", "max"),
-)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -217,15 +210,14 @@ def _line(outcome: Outcome) -> str:
 
 
 def _print_table(outcomes: Sequence[Outcome]) -> None:
-    table = Table(*_COLUMNS)
+    say("fault                    count recovered by itself  mean s   max s steps repeated (max)")
     for name in sorted({each.fault for each in outcomes}):
         group = [each for each in outcomes if each.fault == name]
         done = [each for each in group if not each.problem]
         seconds = [each.recovery_s for each in done] or [float("nan")]
-        lost = [each.num_lost_steps for each in done] or [0]
-        table.add_row(
-            *(name, f"{len(group)}", f"{len(done)}"),
-            f"{sum(each.num_starts == 0 for each in done)}",
-            *(f"{fmean(seconds):.1f}", f"{max(seconds):.1f}", f"{fmean(lost):.1f}", f"{max(lost)}"),
+        num_alone = sum(each.num_starts == 0 for each in done)
+        num_lost = max((each.num_lost_steps for each in done), default=0)
+        say(
+            f"{name:<24}{len(group):>6}{len(done):>10}{num_alone:>10}{fmean(seconds):>8.1f}"
+            f"{max(seconds):>8.1f}{num_lost:>21}"
         )
-    Console().print(table)

@@ -32,8 +32,8 @@ _END_S = 10.0
 _MAX_LOG_BYTES = 2**20
 _ENDED = (
     "error: the driver ended without closing its Ray: it was killed, or Ray ended it because the"
-    " raylet or the head (GCS) ended. The processes of Ray are stopped. The same command with"
-    " resume=true continues from the latest checkpoint, if there is one."
+    " raylet or the head (GCS) ended. The processes of Ray are stopped. No checkpoint is lost: the"
+    " same command with resume=true continues from the latest one, if there is one."
 )
 
 
