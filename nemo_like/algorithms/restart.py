@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from nemo_like.config.errors import counted
-from nemo_like.config.schema import ClusterConfig, RunConfig
+from nemo_like.config.parallel import policy_layout
+from nemo_like.config.schema import ClusterConfig, PolicyConfig, RunConfig
 from nemo_like.console import say_error
 from nemo_like.metrics import start_timers
 from nemo_like.run.checkpoint import Checkpointer
@@ -81,10 +82,11 @@ class _Decision:
         checkpointer = Checkpointer(self._directory.path, config.checkpointing)
         saved = checkpointer.selected().get("latest")
         num_nodes = config.cluster.num_nodes
-        smaller = self._memory.next_config(config, error)
+        layout = policy_layout(config.parallel, config.cluster)
+        smaller = self._memory.next_policy(config.policy, layout, config.needs.batch, error)
         if smaller is not None:
             text = _memory_text(error, step, saved, smaller, self._memory.num_reductions)
-            return Restart(0.0, num_nodes, 0), smaller, text
+            return Restart(0.0, num_nodes, 0), replace(config, policy=smaller), text
         restart = self.policy.next_start(
             error, step=step, has_new_steps=written >= started, num_nodes=num_nodes
         )
@@ -144,10 +146,10 @@ def _failure_text(
 
 
 def _memory_text(
-    error: Exception, step: int, saved: Path | None, config: RunConfig, number: int
+    error: Exception, step: int, saved: Path | None, policy: PolicyConfig, number: int
 ) -> str:
-    """Return the line about a run that continues with the smaller microbatches of `config`."""
-    limits = ", ".join(f"{key}={value}" for key, value in microbatch_limits(config.policy))
+    """Return the line about a run that continues with the smaller microbatches of `policy`."""
+    limits = ", ".join(f"{key}={value}" for key, value in microbatch_limits(policy))
     return (
         f"out of memory after step {step}: {str(error).rstrip('.')}."
         f" {_start_text(step, saved)} with {limits} (reduction {number} of at most"

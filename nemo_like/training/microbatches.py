@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from nemo_like.config.check import batching_section, padding_multiples
-from nemo_like.config.parallel import policy_layout
-from nemo_like.config.schema import PolicyConfig, RunConfig
+from nemo_like.config.needs import BatchNeeds
+from nemo_like.config.schema import PolicyConfig
 from nemo_like.distributed.errors import WorkerError, is_out_of_memory
 from nemo_like.metrics import Max, Metrics
+from nemo_like.parallel_layout import ParallelLayout
 
 MAX_REDUCTIONS = 5
 _FACTOR = 0.8
@@ -21,12 +22,13 @@ class MemoryPolicy:
 
     num_reductions: int = 0
 
-    def next_config(self, config: RunConfig, error: Exception) -> RunConfig | None:
-        """Return `config` with smaller microbatches, or None if `error` has another consequence.
+    def next_policy(
+        self, policy: PolicyConfig, layout: ParallelLayout, batch: BatchNeeds, error: Exception
+    ) -> PolicyConfig | None:
+        """Return `policy` with smaller microbatches, or None if `error` has another consequence.
 
         If the microbatches cannot be smaller, the reason is added to the notes of the cause.
         """
-        policy = config.policy
         if (
             policy.oom == "stop"
             or not isinstance(error, WorkerError)
@@ -40,13 +42,13 @@ class MemoryPolicy:
                 f"policy.oom is shrink, and the run has had {MAX_REDUCTIONS} reductions already.",
             )
             return None
-        smaller = replace(config, policy=smaller_microbatches(config))
-        if smaller == config:
+        smaller = smaller_microbatches(policy, layout, batch)
+        if smaller == policy:
             limits = ", ".join(f"{key}={value}" for key, value in microbatch_limits(policy))
             _add_note(
                 error.cause,
                 f"policy.oom is shrink, but {limits} cannot be smaller: a"
-                f" {config.needs.batch.example} of policy.max_total_sequence_length="
+                f" {batch.example} of policy.max_total_sequence_length="
                 f"{policy.max_total_sequence_length} has to fit in a microbatch. Lower"
                 " policy.max_total_sequence_length.",
             )
@@ -60,12 +62,13 @@ def _add_note(error: Exception, note: str) -> None:
         error.add_note(note)
 
 
-def smaller_microbatches(config: RunConfig) -> PolicyConfig:
+def smaller_microbatches(
+    policy: PolicyConfig, layout: ParallelLayout, batch: BatchNeeds
+) -> PolicyConfig:
     """Return the policy with 0.8 times the tokens, or rows, per microbatch.
 
     A budget does not become smaller than the longest row, where a longer one would end the run.
     """
-    policy = config.policy
     mode = batching_section(policy)
     if mode is None:
         return replace(
@@ -74,11 +77,11 @@ def smaller_microbatches(config: RunConfig) -> PolicyConfig:
             logprob_batch_size=_smaller(policy.logprob_batch_size, 1),
         )
     name, section = mode
-    multiples = padding_multiples(policy_layout(config.parallel, config.cluster), section)
+    multiples = padding_multiples(layout, section)
     longest = multiples.min_tokens
     if policy.oversize_rows in ("error", "drop"):
         row = multiples.tokens_of_row(policy.max_total_sequence_length)
-        longest = config.needs.batch.rows_per_example * row
+        longest = batch.rows_per_example * row
     smaller = replace(
         section,
         train_mb_tokens=_smaller(section.train_mb_tokens, longest),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from nemo_like.algorithms.restart import run_with_restarts
 from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.schema import PolicyConfig
+from nemo_like.config.parallel import policy_layout
+from nemo_like.config.schema import PolicyConfig, RunConfig
 from nemo_like.distributed.errors import WorkerDied, WorkerError
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.training.microbatches import MAX_REDUCTIONS, MemoryPolicy, smaller_microbatches
@@ -29,6 +31,16 @@ STEPS = (
 def out_of_memory(group: str = "policy", text: str = "CUDA out of memory") -> WorkerError:
     cause = torch.OutOfMemoryError(text)
     return WorkerError(group=group, rank=0, method="train", cause=cause, traceback_text="")
+
+
+def next_policy(memory: MemoryPolicy, config: RunConfig, error: Exception) -> PolicyConfig | None:
+    layout = policy_layout(config.parallel, config.cluster)
+    return memory.next_policy(config.policy, layout, config.needs.batch, error)
+
+
+def smaller(config: RunConfig) -> PolicyConfig:
+    layout = policy_layout(config.parallel, config.cluster)
+    return smaller_microbatches(config.policy, layout, config.needs.batch)
 
 
 def limit_tokens(monkeypatch: pytest.MonkeyPatch, max_tokens: int, after_calls: int) -> None:
@@ -89,8 +101,8 @@ def test_rows_that_do_not_fit_are_one_error(
     config = recipe.sft(*STEPS, "policy.sequence_packing.train_mb_tokens=110")
     steps = []
     error = out_of_memory()
-    while (smaller := memory.next_config(config, error)) is not None:
-        config = smaller
+    while (smaller := next_policy(memory, config, error)) is not None:
+        config = replace(config, policy=smaller)
         packing = config.policy.sequence_packing
         steps.append((packing.train_mb_tokens, packing.logprob_mb_tokens))
     assert steps == [(96, 409), (96, 327), (96, 261), (96, 208), (96, 166)]
@@ -100,7 +112,7 @@ def test_rows_that_do_not_fit_are_one_error(
         "policy.sequence_packing.logprob_mb_tokens=96",
     )
     error = out_of_memory()
-    assert MemoryPolicy().next_config(config, error) is None
+    assert next_policy(MemoryPolicy(), config, error) is None
     assert "a row of policy.max_total_sequence_length=96 has to fit" in error.cause.__notes__[0]
 
 
@@ -111,9 +123,9 @@ def test_only_memory_of_the_policy_is_saved(recipe: Recipe) -> None:
         WorkerDied("killed", group="policy", rank=0, method="train"),
         ValueError("wrong"),
     ):
-        assert MemoryPolicy().next_config(config, error) is None
+        assert next_policy(MemoryPolicy(), config, error) is None
     stops = recipe.sft("policy.oom=stop")
-    assert MemoryPolicy().next_config(stops, out_of_memory()) is None
+    assert next_policy(MemoryPolicy(), stops, out_of_memory()) is None
 
 
 def test_pairs_and_rows_without_a_budget(recipe: Recipe) -> None:
@@ -122,14 +134,14 @@ def test_pairs_and_rows_without_a_budget(recipe: Recipe) -> None:
         "policy.sequence_packing.train_mb_tokens=200",
         "policy.sequence_packing.logprob_mb_tokens=192",
     )
-    packing = smaller_microbatches(pairs).sequence_packing
+    packing = smaller(pairs).sequence_packing
     # Both rows of a pair have up to 96 tokens.
     assert (packing.train_mb_tokens, packing.logprob_mb_tokens) == (192, 192)
     rows = recipe.sft(
         *STEPS, "policy.sequence_packing.enabled=false", "policy.train_micro_batch_size=6"
     )
-    smaller = smaller_microbatches(rows)
-    assert (smaller.train_micro_batch_size, smaller.logprob_batch_size) == (4, 3)
+    fewer = smaller(rows)
+    assert (fewer.train_micro_batch_size, fewer.logprob_batch_size) == (4, 3)
     assert PolicyConfig(model_name="m").oom == "stop"
 
 
