@@ -263,7 +263,7 @@ def report(folder: Path) -> int:
     print("\n| fault | count | status of the attempt | s until its end, median | max |")
     print("|---|---|---|---|---|")
     for kind, found in statuses.items():
-        text = ", ".join(f"{status} {number}" for status, number in found.most_common())
+        text = ", ".join(f"{status} {number}" for status, number in sorted(found.items()))
         median, longest = np.median(seconds[kind]), max(seconds[kind])
         print(f"| {kind} | {found.total()} | {text} | {median:.1f} | {longest:.1f} |")
     mixed = sum(num_versions > 1 for _, _, num_versions in episodes_of(folder))
