@@ -96,14 +96,14 @@ def write_ends(path: Path) -> None:
     """Write what becomes of each attempt: its first random number, status and time."""
     original = EpisodeDriver._end
 
-    def end(driver: EpisodeDriver, event: EpisodeEnd) -> ConversationRow | None:
-        attempt = driver._attempts[event.episode]
+    def recorded(self: EpisodeDriver, end: EpisodeEnd) -> ConversationRow | None:
+        attempt = self._attempts[end.episode]
         first = random.Random(attempt_seed(attempt.row.seed, attempt.number)).random()
-        row = original(driver, event)
-        write(path, [first, event.status.value, time.time()])
+        row = original(self, end)
+        write(path, [first, end.status.value, time.time()])
         return row
 
-    EpisodeDriver._end = end
+    EpisodeDriver._end = recorded
 
 
 def lossy_group(folder: Path, num_losses: int) -> type[LocalGroup]:
