@@ -121,7 +121,7 @@ def measure(
     rollout = job.result()
     return [
         rollout.episode_lengths.sum() / seconds,
-        metric_values(generator.pop_metrics(seconds))["generation/cached_prompt_share"],
+        metric_values(generator.pop_metrics(seconds)).get("generation/cached_prompt_share", 0.0),
         largest_cached_share(rollout),
         num_calls / seconds,
         (cpu_s(pid) - worker_s) / num_calls * 1e3,

@@ -29,7 +29,6 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -97,14 +96,14 @@ def write_ends(path: Path) -> None:
     """Write what becomes of each attempt: its first random number, status and time."""
     original = EpisodeDriver._end
 
-    def end(driver: EpisodeDriver, event: EpisodeEnd) -> ConversationRow | None:
-        attempt = driver._attempts[event.episode]
+    def recorded(self: EpisodeDriver, end: EpisodeEnd) -> ConversationRow | None:
+        attempt = self._attempts[end.episode]
         first = random.Random(attempt_seed(attempt.row.seed, attempt.number)).random()
-        row = original(driver, event)
-        write(path, [first, event.status.value, time.time()])
+        row = original(self, end)
+        write(path, [first, end.status.value, time.time()])
         return row
 
-    EpisodeDriver._end = end
+    EpisodeDriver._end = recorded
 
 
 def lossy_group(folder: Path, num_losses: int) -> type[LocalGroup]:
@@ -196,13 +195,14 @@ def left_over(folder: Path, temporary: Path, mark: str) -> list[str]:
         time.sleep(0.5)
     problems = [f"it runs still: {each[:200]}" for each in processes(mark)]
     problems += [f"left: {path}" for path in temporary.rglob("nemo_like_agent_*")]
-    keys = [line.split() for line in (folder / "keys").read_text().splitlines()]
+    path = folder / "keys"
+    keys = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
     ports = {int(url.split(":")[2].split("/")[0]) for url, _ in keys}
     ports |= {int(path.read_text()) for path in folder.glob("port")}
     for port in sorted(ports):
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
             problems.append(f"port {port} is open")
-    secrets = re.compile("|".join(re.escape(key) for _, key in keys).encode())
+    secrets = re.compile("|".join(re.escape(key) for _, key in keys).encode() or b"(?!)")
     own = {folder / name for name in ("keys", "ended")}
     for root in (folder, temporary):
         for path in root.rglob("*"):
@@ -263,7 +263,7 @@ def report(folder: Path) -> int:
     print("\n| fault | count | status of the attempt | s until its end, median | max |")
     print("|---|---|---|---|---|")
     for kind, found in statuses.items():
-        text = ", ".join(f"{status} {number}" for status, number in found.most_common())
+        text = ", ".join(f"{status} {number}" for status, number in sorted(found.items()))
         median, longest = np.median(seconds[kind]), max(seconds[kind])
         print(f"| {kind} | {found.total()} | {text} | {median:.1f} | {longest:.1f} |")
     mixed = sum(num_versions > 1 for _, _, num_versions in episodes_of(folder))
@@ -303,10 +303,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     problems: list[str] = []
     faulty, undisturbed = arguments.folder.resolve() / "f", arguments.folder.resolve() / "u"
     runs = ((faulty, arguments.share, arguments.kills), (undisturbed, 0.0, 0))
-    with ThreadPoolExecutor() as pool:
-        # At the same time, so that both have the same load of the machine.
-        for found in pool.map(lambda each: run(each[0], arguments, *each[1:]), runs):
-            problems += found
+    for folder, share, kills in runs:
+        problems += run(folder, arguments, share, kills)
     num_faults = report(faulty)
     problems += compare(faulty, undisturbed)
     print(f"{num_faults} faults, {len(problems)} problems")

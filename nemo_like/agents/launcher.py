@@ -179,7 +179,8 @@ class Launcher:
                 problem.replace(key, "<key>"),
             )
         finally:
-            await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
+            # A cancellation would take it from the queue of the threads.
+            await asyncio.shield(asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True))
 
     async def _supervised(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the reply of the supervisor of a program; None if it is lost."""
@@ -190,7 +191,12 @@ class Launcher:
             except OSError:
                 ours.close()
                 return None
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        try:
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+        except BaseException:
+            # The supervisor ends with it.
+            ours.close()
+            raise
         reading = asyncio.ensure_future(reader.read())
         try:
             reply = await asyncio.shield(reading)

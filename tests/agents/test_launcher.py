@@ -7,8 +7,10 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -120,6 +122,40 @@ def test_nothing_is_left_of_a_program(tmp_path: Path, monkeypatch: pytest.Monkey
     assert processes_with(marker) == [] and list(tmp_path.iterdir()) == []
 
 
+class QueuedThread(ThreadPoolExecutor):
+    """One thread, which is free only after `release`."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.released = threading.Event()
+        self.num_queued = 0
+        super().submit(self.released.wait)
+
+    def submit(self, *args: Any, **kwargs: Any) -> Any:
+        self.num_queued += 1
+        return super().submit(*args, **kwargs)
+
+
+def test_an_episode_that_is_cancelled_at_the_end_of_its_program_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    async def cancel() -> None:
+        with QueuedThread() as thread, contextlib.closing(Launcher(program("draws"))) as launcher:
+            asyncio.get_running_loop().set_default_executor(thread)
+            running = asyncio.create_task(launcher.run(ROW, URL, KEY, seed=1, timeout_s=60))
+            while thread.num_queued == 0 and not running.done():
+                await asyncio.sleep(0.01)
+            assert len(list(tmp_path.iterdir())) == 1
+            running.cancel()
+            await asyncio.wait({running})
+            thread.released.set()
+
+    asyncio.run(cancel())
+    assert list(tmp_path.iterdir()) == []
+
+
 LAUNCHES = """
 import asyncio, sys
 from nemo_like.agents.launcher import Launcher, Program
@@ -133,7 +169,7 @@ def test_nothing_is_left_when_the_process_of_a_launcher_is_killed(tmp_path: Path
     marker = f"marker_{time.time_ns()}"
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     process = subprocess.Popen([sys.executable, "-c", LAUNCHES, marker], env=environment)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while len(processes_with(marker)) < 3:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)

@@ -27,6 +27,8 @@ PROGRAM = (
 
 def test_a_resumed_run_of_programs_continues_a_straight_one(recipe: Recipe) -> None:
     options = (*PROGRAM, "data.max_validation_rows=2")
+    # The last bits of log-probs depend on what is decoded together, and so on time.
+    options = (*options, "policy.generation.hf.batch_size=1")
     run = run_grpo(recipe.grpo(*options)).directory.path
     expected = read_metrics(run)
     assert "validation/environment_mean" in expected[0]
@@ -47,11 +49,13 @@ def test_a_resumed_run_of_programs_continues_a_straight_one(recipe: Recipe) -> N
         assert (record["status"], record["attempts"], record["num_turns"]) == ("done", 1, 2)
     interrupt_at(run, 1)
     run_grpo(recipe.grpo(*options, "resume=true"))
-    # Log-probs depend in their last bits on the batches, and so on time; texts do not.
-    resumed = read_rollout(run, 2)
-    assert [each["messages"] for each in resumed] == [each["messages"] for each in records]
-    found = read_metrics(run)[2]["policy/grad_norm"]
-    assert found == pytest.approx(expected[2]["policy/grad_norm"], rel=1e-3)
+    assert read_rollout(run, 2) == records
+    found = read_metrics(run)[2]
+    clocks = ("timing/", "performance/", "policy/rank_time", "policy/peak_memory", "weight_sync/")
+    clocks = (*clocks, "unix_time_s", "episodes/seconds")
+    same = {name: value for name, value in found.items() if not name.startswith(clocks)}
+    assert same == {name: expected[2].get(name) for name in same}
+    assert same["policy/grad_norm"] > 0
 
 
 @pytest.mark.exhaustive
