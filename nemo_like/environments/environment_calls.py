@@ -12,7 +12,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -76,8 +75,8 @@ class EnvironmentCalls:
         self._blocked_limit_s = None
         if config.timeout_s is not None:
             self._blocked_limit_s = config.timeout_s + margin_s
-        self._probe: Future[None] | None = None
-        """A call that the loop has not run yet, unless it is done."""
+        self._probe: threading.Event | None = None
+        """Set by the loop when it runs its next calls."""
         self._probed_s = 0.0
 
     def check(self, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
@@ -92,8 +91,9 @@ class EnvironmentCalls:
                 " their calls a time limit"
             )
         now = time.monotonic()
-        if self._probe is None or self._probe.done():
-            self._probe = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop)
+        if self._probe is None or self._probe.is_set():
+            self._probe = threading.Event()
+            loop.call_soon_threadsafe(self._probe.set)
             self._probed_s = now
         elif self._blocked_limit_s is not None and now - self._probed_s > self._blocked_limit_s:
             frame = sys._current_frames().get(thread.ident or 0)
