@@ -135,7 +135,8 @@ def test_every_command_of_a_page_works(
 ) -> None:
     if "agents" in page:
         pytest.importorskip("openai")
-    shutil.rmtree(workspace / "runs", ignore_errors=True)
+    for name in ("runs", "examples", "ray_jobs"):
+        shutil.rmtree(workspace / name, ignore_errors=True)
     done = []
     for text in commands(page, block_number):
         words = shortened(text)
@@ -153,6 +154,8 @@ def test_every_command_of_a_page_works(
 @pytest.mark.exhaustive
 def test_the_example_of_the_library_page_works(workspace: Path, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
+    for name in ("examples", "ray_jobs"):
+        shutil.rmtree(workspace / name, ignore_errors=True)
     copy = ["nemo-like", "init", "--scripts", "."]
     assert_runs(copy, workspace, tmp_path)
     rows = workspace / "rows.jsonl"

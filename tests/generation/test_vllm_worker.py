@@ -513,17 +513,17 @@ def test_long_prompts_beside_others_have_their_log_probs(tmp_path: Path) -> None
     """The limit of vLLM for the tokens of a step on CPU is 4,096 unless a prompt is longer."""
     torch.manual_seed(0)
     length = 5000
-    config = LlamaConfig(**_SIZES | {"max_position_embeddings": length})
-    folder = _save(LlamaForCausalLM(config), tmp_path)
-    worker = VLLMProcess(
+    sizes: dict[str, Any] = _SIZES | {"max_position_embeddings": length}
+    folder = _save(LlamaForCausalLM(LlamaConfig(**sizes)), tmp_path)
+    worker: Any = VLLMProcess(
         FaultyVLLMWorker,
         start=GenerationStart(model_name=folder, end_token_ids=(2,)),
         max_total_length=length,
         config=VLLMGenerationConfig(kv_cache_gib=0.125, max_num_seqs=MAX_ROWS),
     )
     rng = np.random.default_rng(0)
-    sizes = (3000, 30, 4900, 1500)
-    prompts = Jagged.from_rows([rng.integers(3, 320, size) for size in sizes], np.int32)
+    rows = [rng.integers(3, 320, size) for size in (3000, 30, 4900, 1500)]
+    prompts = Jagged.from_rows(rows, np.int32)
     engine = Engine(worker, AutoModelForCausalLM.from_pretrained(folder), folder)
     completions = generate(worker, prompts, _seeds(4), SAMPLINGS[0], length)
     _check_logprobs(engine, prompts, completions, SAMPLINGS[0])

@@ -110,7 +110,7 @@ def test_unmodified_programs_train_on_ray_with_vllm(
         for file, arguments, _, _ in CASES.values()
     ]
     command = json.dumps([interpreter("sdks"), str(PROGRAMS / "of_row.py")])
-    options = (f"environment.command={command}", "environment.timeout_s=300")
+    options = (f"environment.command={command}", "environment.timeout_s=3000")
     log, (records,) = run_on_vllm(recipe, monkeypatch, model_dir, rows, MAX_TOKENS, 1, *options)
     assert {each["status"] for each in records} <= {"done", "limit_turns", "limit_tokens"}
     # Every program has called the model.
