@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from transformers import GenerationConfig
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.rollout import VLLMGenerationConfig
 from nemo_like.data.routed_experts import pack_experts
 from nemo_like.distributed.activity import end_worker
 from nemo_like.generation.adapters import AdapterSettings
-from nemo_like.generation.hf_decoding import check_finite
+from nemo_like.generation.hf_decoding import check_finite, declared_end_token_ids
 from nemo_like.generation.requests import Completions, FinishReason, SamplingParams
+from nemo_like.models.pretrained import load_model_config, load_tokenizer
 from nemo_like.models.spec import MoeSpec
 from nemo_like.models.weight_files import has_own_head
 
@@ -222,6 +224,36 @@ def start_engine(
             "the generator receives LoRA adapters (policy.lora.weight_sync), and vLLM has none for"
             f" this model ({error}): set policy.lora.weight_sync to merged"
         ) from error
+
+
+def declared_end_ids(model_name: str, tokenizer_name: str) -> frozenset[int]:
+    """Return the end tokens that the files of model and tokenizer declare."""
+    try:
+        generation_config = GenerationConfig.from_pretrained(model_name, local_files_only=True)
+    except OSError:
+        # The file is optional; transformers then takes the values of config.json.
+        generation_config = GenerationConfig.from_model_config(load_model_config(model_name))
+    return declared_end_token_ids(generation_config, load_tokenizer(tokenizer_name))
+
+
+def check_classes(engine: LLMEngine) -> None:
+    """Raise ConfigError if the engine changes classes that a policy in this process uses."""
+    if engine.model_config.using_transformers_backend():
+        raise ConfigError(
+            "vLLM computes this model with the classes of transformers and changes them in its"
+            " process, which is the policy's: set cluster.backend to ray, or"
+            " policy.generation.backend to hf"
+        )
+
+
+def check_uncached(output: RequestOutput, version: int) -> None:
+    """Raise RuntimeError if a prompt was read from the prefix cache after a weight update."""
+    if output.num_cached_tokens:
+        raise RuntimeError(
+            f"vLLM read {output.num_cached_tokens} tokens of a prompt from its prefix cache"
+            f" after the weight update to version {version}: the cache was not reset, so"
+            " completions would be sampled from keys and values of older weights"
+        )
 
 
 def drain(engine: LLMEngine, step: Callable[[], None]) -> None:

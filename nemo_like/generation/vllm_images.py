@@ -7,6 +7,7 @@ the policy does, it expands the ids again, and it takes image tokens that were s
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,7 @@ class EngineImages:
         vLLM imports it with the model, and reports in several screens that it failed.
         """
         try:
-            import torchvision  # noqa: F401
+            importlib.import_module("torchvision")
         except Exception as error:
             raise ConfigError(torchvision_advice(str(error))) from error
         return {
@@ -148,5 +149,5 @@ def keep_pixels() -> None:
     output.strip_covered_mm_data = _unchanged
 
 
-def _unchanged(features: list[Any], *args: Any, **options: Any) -> list[Any]:
-    return features
+def _unchanged(mm_features: list[Any], *args: Any, **options: Any) -> list[Any]:
+    return mm_features

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig
 
 from nemo_like.config.errors import ConfigError, error_text
 from nemo_like.config.rollout import VLLMGenerationConfig
@@ -26,7 +25,6 @@ from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.generation.adapters import AdapterSettings
 from nemo_like.generation.engine_thread import EngineThread, between_steps
-from nemo_like.generation.hf_decoding import declared_end_token_ids
 from nemo_like.generation.requests import (
     GenerationProgress,
     GenerationRequests,
@@ -35,6 +33,9 @@ from nemo_like.generation.requests import (
 )
 from nemo_like.generation.vllm_engine import (
     ChildProcesses,
+    check_classes,
+    check_uncached,
+    declared_end_ids,
     drain,
     prompt_logprobs,
     sampling_request,
@@ -44,7 +45,7 @@ from nemo_like.generation.vllm_engine import (
     vllm_prompt,
 )
 from nemo_like.generation.vllm_images import EngineImages, keep_pixels
-from nemo_like.models.pretrained import load_model_config, load_tokenizer
+from nemo_like.models.pretrained import load_model_config
 from nemo_like.models.spec import ModelSpec, MoeSpec
 from nemo_like.weight_sync.channel import (
     BucketMessage,
@@ -92,7 +93,7 @@ class VLLMGenerationWorker:
         """What is not on the device: the tags `weights` and `kv_cache` of vLLM."""
         self._lacks_weights = False
         """True from an `offload` that discards the weights until the update."""
-        declared = _declared_end_ids(model_name, tokenizer_name)
+        declared = declared_end_ids(model_name, tokenizer_name)
         self._end_ids = sorted({*start.end_token_ids, *declared})
         self._rank = context.rank
         self._weight_spec: ChannelSpec | None = None
@@ -140,19 +141,10 @@ class VLLMGenerationWorker:
                 **options,
             )
             if start.shares_process:
-                self._check_classes()
+                check_classes(self._engine)
         except BaseException:
             self._thread.close()
             raise
-
-    def _check_classes(self) -> None:
-        """Raise ConfigError if the engine changes classes that the policy uses."""
-        if self._engine.model_config.using_transformers_backend():
-            raise ConfigError(
-                "vLLM computes this model with the classes of transformers and changes them in its"
-                " process, which is the policy's: set cluster.backend to ray, or"
-                " policy.generation.backend to hf"
-            )
 
     @between_steps
     def _start(
@@ -313,7 +305,7 @@ class VLLMGenerationWorker:
         requests += [(row, scoring_request(reads_cache=False)) for row in rows]
         outputs = self._run(requests)
         if self._is_cache_old:
-            self._check_uncached(outputs[0])
+            check_uncached(outputs[0], self._version)
             self._is_cache_old = False
         scored = [prompt_logprobs(output) for output in outputs[-len(rows) :]]
         return Jagged.from_rows(scored, np.float32)
@@ -493,14 +485,6 @@ class VLLMGenerationWorker:
         longest = rows[int(np.argmax(rows.lengths))]
         return longest[: block_size + 1]
 
-    def _check_uncached(self, output: RequestOutput) -> None:
-        if output.num_cached_tokens:
-            raise RuntimeError(
-                f"vLLM read {output.num_cached_tokens} tokens of a prompt from its prefix cache"
-                f" after the weight update to version {self._version}: the cache was not reset, so"
-                " completions would be sampled from keys and values of older weights"
-            )
-
     def _reset_prefix_cache(self) -> None:
         """Drop cached prefixes; unfinished requests recompute their KV cache.
 
@@ -530,13 +514,3 @@ class VLLMGenerationWorker:
 def _num_sampled_tokens(state: Any) -> int:
     """Return the tokens sampled for a request of vLLM, given its `RequestState`."""
     return 0 if state.detokenizer is None else state.detokenizer.num_output_tokens()
-
-
-def _declared_end_ids(model_name: str, tokenizer_name: str) -> frozenset[int]:
-    """Return the end tokens that the files of model and tokenizer declare."""
-    try:
-        generation_config = GenerationConfig.from_pretrained(model_name, local_files_only=True)
-    except OSError:
-        # The file is optional; transformers then takes the values of config.json.
-        generation_config = GenerationConfig.from_model_config(load_model_config(model_name))
-    return declared_end_token_ids(generation_config, load_tokenizer(tokenizer_name))

@@ -9,7 +9,7 @@ from importlib import metadata
 
 _TORCH_TO_TORCHVISION = 15
 """torchvision 0.(n + 15) belongs to torch 2.n."""
-_COMMAND = (sys.executable, "-c", "import torchvision")
+COMMAND = (sys.executable, "-c", "import torchvision")
 _TIMEOUT_S = 120
 
 
@@ -20,7 +20,7 @@ def torchvision_problem() -> str:
     It is imported in a process of its own: this one may do without torch.
     """
     result = subprocess.run(
-        _COMMAND, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        COMMAND, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
     )
     if result.returncode == 0:
         return ""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,8 @@ from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.cli import main
 from nemo_like.commands.validate import validate
 from nemo_like.config.errors import ConfigError
-from nemo_like.models import layout_check
-from nemo_like.models.torchvision import torchvision_advice, torchvision_problem
+from nemo_like.models import torchvision
+from nemo_like.models.torchvision import torchvision_problem
 from nemo_like.rollout.records import RolloutRecord
 from tests.algorithms.test_runs import interrupt_at, read_metrics
 from tests.forked import Forked
@@ -191,18 +193,21 @@ def test_programs_cannot_have_images(tmp_path: Path) -> None:
         run_grpo(config(tmp_path, "environment={kind: program, path: m.f}"))
 
 
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_vllm_without_torchvision_is_refused_by_validate_and_by_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_tiny_vision_model("qwen3_vl", tmp_path / "model", head_dim=32)
     write_data(tmp_path)
-    monkeypatch.setattr(layout_check, "find_spec", lambda name: name)
-    monkeypatch.setattr(layout_check, "torchvision_problem", lambda: torchvision_advice("why"))
+    program = "raise ImportError('not there')"
+    monkeypatch.setattr(torchvision, "COMMAND", (sys.executable, "-c", program))
+    torchvision_problem.cache_clear()
     run = config(tmp_path, "policy.generation.backend=vllm")
     (problem,) = validate(run).problems
-    assert "only where torchvision can be imported (why): pip install" in problem
+    assert "torchvision can be imported (ImportError: not there): pip install" in problem
     with pytest.raises(ConfigError, match="torchvision can be imported"):
         run_grpo(run)
+    torchvision_problem.cache_clear()
 
 
 def test_a_long_prompt_with_images_is_not_cut(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_the_input_of_the_engine_has_the_pixels_of_transformers(tmp_path: Path) -> None:
     save_tiny_vision_model("qwen3_vl", tmp_path)
-    images = EngineImages.open(load_model_config(tmp_path), str(tmp_path), VisionConfig())
+    images = EngineImages.open(load_model_config(str(tmp_path)), str(tmp_path), VisionConfig())
     assert images is not None
     ids, own = PROMPTS[2]
     rows = Jagged.from_rows([ids, PROMPTS[0][0], ids], np.int32)
@@ -150,7 +150,7 @@ def test_a_start_without_torchvision_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_tiny_vision_model("qwen3_vl", tmp_path)
-    images = EngineImages.open(load_model_config(tmp_path), str(tmp_path), VisionConfig())
+    images = EngineImages.open(load_model_config(str(tmp_path)), str(tmp_path), VisionConfig())
     assert images is not None
     monkeypatch.setitem(sys.modules, "torchvision", None)
     with pytest.raises(ConfigError, match=r"pip install .*'torchvision==0\.\d+\.\*'"):
