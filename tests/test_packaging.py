@@ -105,6 +105,7 @@ def test_the_promised_extras_exist() -> None:
         "s3",
         "gcs",
         "gguf",
+        "demo-vision",
         "speed",
         "optim",
         "qlora",

@@ -128,9 +128,9 @@ def fit_row(encoded: EncodedRow, limits: RowLimits) -> EncodedRow | None:
     if limits.oversize == "drop":
         return None
     raise OversizeError(
-        f"the row has {length} tokens{_of_images(encoded)}, policy.max_total_sequence_length"
-        f" is {limit}; raise it, or set policy.oversize_rows to truncate (remove the end), drop"
-        " (skip the row) or singleton (a separate microbatch)"
+        f"the row has {length} tokens, policy.max_total_sequence_length is {limit}"
+        f"{_of_images(encoded)}; raise it, or set policy.oversize_rows to truncate (remove the"
+        " end), drop (skip the row) or singleton (a separate microbatch)"
     )
 
 
@@ -138,7 +138,7 @@ def _of_images(encoded: EncodedRow) -> str:
     """Return the part of a message about the tokens of a row; empty without images."""
     num_tokens = sum(image.num_tokens for image in encoded.images)
     images = counted(len(encoded.images), "image")
-    return f", {num_tokens} of them of {images}" if encoded.images else ""
+    return f" ({num_tokens} of the tokens are of {images})" if encoded.images else ""
 
 
 def encode_question(encoder: ChatEncoder, limits: RowLimits, row: Row) -> EncodedRow | None:
@@ -163,10 +163,10 @@ def encode_question(encoder: ChatEncoder, limits: RowLimits, row: Row) -> Encode
             return None
         if limits.oversize != "truncate" or encoded.images:
             raise OversizeError(
-                f"the prompt has {length} tokens{_of_images(encoded)},"
-                f" policy.max_total_sequence_length is {limit}, so there is no room for a"
-                " completion; raise it, or set policy.oversize_rows to truncate (remove the"
-                " beginning, without images only) or drop (skip the row)"
+                f"the prompt has {length} tokens, policy.max_total_sequence_length is {limit}, so"
+                f" there is no room for a completion{_of_images(encoded)}; raise it, or set"
+                " policy.oversize_rows to truncate (remove the beginning, without images only) or"
+                " drop (skip the row)"
             )
         # The end of a prompt has the question and the opening of the assistant turn.
         num_kept = max(limit - limits.max_new_tokens, 1)
