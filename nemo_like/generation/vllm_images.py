@@ -146,7 +146,7 @@ def keep_pixels() -> None:
             "this release of vLLM has another scheduler than 0.32, with which prompts with images"
             " were tested: install vllm==0.32.*, or set policy.generation.backend to hf"
         )
-    output.strip_covered_mm_data = _unchanged
+    output.strip_covered_mm_data = _unchanged  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _unchanged(mm_features: list[Any], *args: Any, **options: Any) -> list[Any]:

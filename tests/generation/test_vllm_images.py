@@ -130,7 +130,9 @@ def test_the_input_of_the_engine_has_the_pixels_of_transformers(tmp_path: Path) 
     assert text == {"type": "token", "prompt_token_ids": PROMPTS[0][0].tolist()}
     assert first["type"] == "multimodal"
     assert first["prompt_token_ids"] == ids.tolist()
+    assert last["type"] == "multimodal"
     found: Any = first["mm_kwargs"]["image"]
+    others: Any = last["mm_kwargs"]["image"]
     processor = AutoImageProcessor.from_pretrained(tmp_path, use_fast=False)
     pictures = [Image.open(io.BytesIO(each.image.read())) for each in own]
     expected = processor(pictures, return_tensors="pt", do_rescale=False, do_normalize=False)
@@ -143,7 +145,7 @@ def test_the_input_of_the_engine_has_the_pixels_of_transformers(tmp_path: Path) 
         inside = ids[place.offset : place.offset + place.length]
         assert (inside == IMAGE_TOKEN).all() and len(inside) == image.num_tokens
     assert len(set(first["mm_hashes"]["image"])) == 3
-    assert all(a is b for a, b in zip(found, last["mm_kwargs"]["image"], strict=True))
+    assert all(a is b for a, b in zip(found, others, strict=True))
 
 
 def test_a_start_without_torchvision_is_refused(
