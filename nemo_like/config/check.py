@@ -13,6 +13,7 @@ from functools import reduce
 from nemo_like.config.check_sections import (
     adapter_problems,
     data_problems,
+    memory_problems,
     optimization_problems,
     reward_model_problems,
 )
@@ -61,7 +62,7 @@ def find_problems(config: RunConfig) -> list[Problem]:
     policy, cluster, needs = config.policy, config.cluster, config.needs
     problems = [
         *_batching_modes(policy),
-        *_smaller_microbatches(policy, needs),
+        *memory_problems(policy, is_fixed=needs.batch.is_fixed),
         *_shared_prefix(policy, needs),
         *_router_replay(policy, needs),
         *_compilation(policy),
@@ -171,16 +172,6 @@ def _microbatch_lines(
             f"{name}: {verb} in microbatches of at most {budget} tokens, which fit"
             f" {num_fitting or 'less than one'} of the longest rows ({max_length} tokens) and more"
             " of shorter ones"
-        )
-
-
-def _smaller_microbatches(policy: PolicyConfig, needs: RunNeeds) -> Iterator[Problem]:
-    if policy.oom == "shrink" and not needs.batch.is_fixed:
-        yield Problem(
-            ("policy.oom", "data.batching.kind"),
-            "policy.oom is shrink, but with this data.batching.kind the tokens of a microbatch"
-            " determine the rows of an optimizer step: set policy.oom=stop or"
-            " data.batching.kind=fixed",
         )
 
 

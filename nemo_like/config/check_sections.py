@@ -148,6 +148,17 @@ def _weight_sync(policy: PolicyConfig) -> Iterator[Problem]:
         )
 
 
+def memory_problems(policy: PolicyConfig, *, is_fixed: bool) -> Iterator[Problem]:
+    """Yield a problem unless microbatches may shrink: `is_fixed` is a fixed number of rows."""
+    if policy.oom == "shrink" and not is_fixed:
+        yield Problem(
+            ("policy.oom", "data.batching.kind"),
+            "policy.oom is shrink, but with this data.batching.kind the tokens of a microbatch"
+            " determine the rows of an optimizer step: set policy.oom=stop or"
+            " data.batching.kind=fixed",
+        )
+
+
 def optimization_problems(policy: PolicyConfig) -> Iterator[Problem]:
     """Yield the problems of `policy.optimizer`, `policy.scheduler` and `policy.freeze`."""
     scheduler = policy.scheduler
