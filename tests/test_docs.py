@@ -79,7 +79,7 @@ def spans(page: str) -> list[str]:
 # Size
 
 MAX_WIDTH = 120
-MAX_WORDS = 59_600
+MAX_WORDS = 60_300
 GENERATED = ("docs/configuration.md", "docs/models.md")
 
 

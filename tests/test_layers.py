@@ -91,7 +91,7 @@ LIGHT_MODULES = (
 )
 
 TESTS = Path(__file__).parent
-MAX_INNER_USES = 11
+MAX_INNER_USES = 14
 """Functions of the tests that read private names or replace functions of the package; see below."""
 FOREIGN_NAMES = {
     "_asdict",
@@ -117,7 +117,7 @@ FOREIGN_NAMES = {
 MAX_FILE_LINES = 400
 """Code lines: without blank lines, comments and docstrings."""
 MAX_FUNCTION_LINES = 80
-MAX_CODE_LINES = 59990
+MAX_CODE_LINES = 62100
 """Code lines of the package. A change that needs more raises this number; lower it with each
 merge that leaves at least a hundred lines of room.
 """

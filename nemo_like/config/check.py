@@ -12,6 +12,7 @@ from functools import reduce
 
 from nemo_like.config.check_sections import (
     adapter_problems,
+    compilation_problems,
     data_problems,
     memory_problems,
     optimization_problems,
@@ -38,7 +39,6 @@ from nemo_like.config.schema import (
 )
 from nemo_like.integer_math import ceil_div, nearest_multiples
 from nemo_like.parallel_layout import PaddingMultiples, ParallelLayout
-from nemo_like.training_engines import ENGINES
 
 Budgets = SequencePackingConfig | DynamicBatchingConfig
 
@@ -65,7 +65,7 @@ def find_problems(config: RunConfig) -> list[Problem]:
         *memory_problems(policy, is_fixed=needs.batch.is_fixed),
         *_shared_prefix(policy, needs),
         *_router_replay(policy, needs),
-        *_compilation(policy),
+        *compilation_problems(policy),
         *adapter_problems(policy, needs),
         *_timeouts(config.reward, cluster),
         *_cluster(cluster),
@@ -230,16 +230,6 @@ def _router_replay(policy: PolicyConfig, needs: RunNeeds) -> Iterator[Problem]:
             (key, "policy.compile"),
             f"{key} is true, but compiled layers (policy.compile {policy.compile}) cannot"
             f" use given experts: set policy.compile to none, or {key} to false",
-        )
-
-
-def _compilation(policy: PolicyConfig) -> Iterator[Problem]:
-    engine = policy.engine
-    if policy.compile == "layers" and not ENGINES[engine].compiles_layers:
-        yield Problem(
-            ("policy.compile", "policy.engine"),
-            f"policy.compile is {policy.compile}, but policy.engine {engine} has its own"
-            " fused functions: set policy.compile to none, or policy.engine to dtensor",
         )
 
 

@@ -148,6 +148,17 @@ def _weight_sync(policy: PolicyConfig) -> Iterator[Problem]:
         )
 
 
+def compilation_problems(policy: PolicyConfig) -> Iterator[Problem]:
+    """Yield a problem if the engine does not compile layers."""
+    engine = policy.engine
+    if policy.compile == "layers" and not ENGINES[engine].compiles_layers:
+        yield Problem(
+            ("policy.compile", "policy.engine"),
+            f"policy.compile is {policy.compile}, but policy.engine {engine} has its own"
+            " fused functions: set policy.compile to none, or policy.engine to dtensor",
+        )
+
+
 def memory_problems(policy: PolicyConfig, *, is_fixed: bool) -> Iterator[Problem]:
     """Yield a problem unless microbatches may shrink: `is_fixed` is a fixed number of rows."""
     if policy.oom == "shrink" and not is_fixed:

@@ -1,8 +1,8 @@
 """Prompts with images in the form that vLLM's engine takes behind its own preprocessing.
 
 The engine gets the expanded token ids, 8-bit patches, a hash and a range of tokens for each image.
-vLLM's public form (`multi_modal_data`) is not used: it resizes images with torchvision and not as
-the policy does, it expands the ids again, and it takes image tokens that were sampled for images.
+vLLM's public form, its key multi_modal_data, is not used: it resizes images with torchvision and
+not as the policy does, expands the ids again, and takes image tokens that were sampled for images.
 """
 
 from __future__ import annotations

@@ -347,6 +347,27 @@ def _concatenated(parts: Sequence[ContextStep]) -> ContextStep:
     )
 
 
+def place_groups(
+    step: ContextStep, fitted: FittedRows, spec: PlanSpec
+) -> tuple[Packing, np.ndarray, np.ndarray | None, tuple[np.ndarray, np.ndarray]]:
+    """Return the rows in the order in which the groups compute them.
+
+    (Microbatches of row ids, positions int64 [n], leading tokens computed by earlier rows int64 [n]
+    or None, (first rank, ranks) of each row's group int64 [n]) of the n rows.
+    """
+    groups, _, shared = fitted.place(step.groups, spec)
+    num_rows = np.diff(groups.offsets)
+    sizes = np.repeat(step.size, num_rows)
+    computed = fitted.lengths[groups.perm]
+    computed = computed if shared is None else computed - shared
+    padded = np.zeros_like(computed)
+    for size in spec.context_sizes:
+        own = sizes == size
+        padded[own] = round_up(computed[own], spec.of_context(size).row_multiple)
+    bins = Packing(groups.perm, groups.offsets[step.offsets])
+    return bins, padded, shared, (np.repeat(step.first, num_rows), sizes)
+
+
 def sums_of_ranks(
     values: np.ndarray, offsets: np.ndarray, first: np.ndarray, size: np.ndarray, spec: PlanSpec
 ) -> np.ndarray:

@@ -17,12 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from nemo_like.data.packing.packers import Packing, checked_lengths, prefix_sums
+from nemo_like.data.packing.metrics import bin_stats
+from nemo_like.data.packing.packers import Packing, checked_lengths
 from nemo_like.data.planning.context_step import (
     ContextStep,
     form_context_step,
     join_context_ranks,
     join_context_steps,
+    place_groups,
     sums_of_ranks,
     tokens_of_groups,
 )
@@ -33,40 +35,25 @@ from nemo_like.data.planning.oversize import (
     fit_rows,
     step_of_rows,
 )
-from nemo_like.data.planning.plan_metrics import describe, plan_metrics
-from nemo_like.data.planning.plan_step import form_rank, form_step, join_ranks, longest_of
+from nemo_like.data.planning.plan_step import (
+    form_rank,
+    form_step,
+    join_ranks,
+    longest_of,
+    rank_major_bins,
+)
+from nemo_like.data.planning.plan_text import describe
 from nemo_like.data.planning.prefixes import MIN_SHARED_WORK, SharedPrefixes, SharedPrefixMode
 from nemo_like.data.planning.shared_step import form_shared_rank, form_shared_step
-from nemo_like.data.planning.spec import Microbatch, PlanSpec
+from nemo_like.data.planning.spec import Microbatch, PlanSpec, RankPlan
 from nemo_like.data.planning.token_counts import TokenCounts
-from nemo_like.integer_math import round_up
+from nemo_like.integer_math import ceil_div, round_up
 from nemo_like.models.vision import unshared_images
 
 _ARRAYS = ("rows", "lengths", "padded_lengths", "offsets")
 _OPTIONAL_ARRAYS = ("num_trained", "shared", "image_tokens", "context_first", "context_size")
 
 __all__ = ["BatchPlan", "Microbatch", "PlanSpec", "RankPlan", "plan_batch"]
-
-
-@dataclass(frozen=True)
-class RankPlan:
-    """Microbatches of one rank, with row indices into the rank's own shard."""
-
-    microbatches: tuple[Microbatch, ...]
-    step_offsets: tuple[int, ...]
-    """Bounds of each optimizer step in `microbatches`, equal on all ranks."""
-    spec: PlanSpec
-
-    @property
-    def num_steps(self) -> int:
-        """Number of optimizer steps."""
-        return len(self.step_offsets) - 1
-
-    def step(self, step: int) -> tuple[Microbatch, ...]:
-        """Return the microbatches of optimizer step `step`; raises IndexError out of range."""
-        if not 0 <= step < self.num_steps:
-            raise IndexError(f"step {step} of {self.num_steps}")
-        return self.microbatches[self.step_offsets[step] : self.step_offsets[step + 1]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -282,8 +269,61 @@ class BatchPlan:
         return join_steps(spec, fitted, steps)
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the plan by the names they are logged under; see `plan_metrics`."""
-        return plan_metrics(self)
+        """Return the metrics of the plan by the names they are logged under.
+
+        Bin loads are computed real tokens, so alignment padding counts as waste; dummies are not
+        bins. The shares of what common leading tokens save exist only for plans with `prefixes`,
+        and the idle share of a stage's time, for microbatches of equal time, only for pipelines.
+        Without `max_tokens` the largest microbatch is the capacity. An imbalance is the max-loaded
+        rank over the mean rank, weighted over steps by work.
+        """
+        num_rows = np.diff(self.offsets)
+        tokens = self.num_tokens
+        is_filled = num_rows > 0
+        largest = int(tokens.ravel()[is_filled].max(initial=1))
+        capacity = self.spec.max_tokens or largest
+        loads = self.bins.loads(self.by_row(self.computed_lengths))
+        # Rows of different steps cannot share a bin, so the minimum is per step.
+        step_tokens = loads[:0]
+        if self.num_steps:
+            microbatch_tokens = loads.reshape(tokens.shape).sum(0)
+            step_tokens = np.add.reduceat(microbatch_tokens, self.step_offsets[:-1])
+        min_bins_of_step = ceil_div(step_tokens, capacity)
+        stats = bin_stats(loads[is_filled], capacity, int(min_bins_of_step.sum()))
+        num_positions = float(tokens.sum())
+        num_computed = self.computed_lengths.sum()
+        num_padding = float(tokens.sum() - num_computed)
+        positions = self.padded_lengths.astype(np.float64)
+        optional = {}
+        if self.context_size is not None:
+            num_shares = float((self.context_size * self.computed_lengths).sum())
+            optional["packing/mean_context_size"] = num_shares / max(num_computed, 1)
+        if self.spec.pp_size > 1:
+            bubble = self.num_steps * self.spec.bubble_microbatches
+            # An empty plan has neither.
+            num_slots = max(self.num_microbatches + bubble, 1)
+            optional["packing/pipeline_bubble_share"] = bubble / num_slots
+        if self.image_work is not None:
+            optional["packing/rank_imbalance_vision"] = self._imbalance(self.computed_image_work)
+        if self.shared is not None:
+            num_row_tokens = max(self.lengths.sum(), 1)
+            optional["packing/shared_token_share"] = float(1 - num_computed / num_row_tokens)
+            optional["packing/shared_work_share"] = self.shared_work_share
+        return {
+            "packing/utilization": stats["average_utilization"],
+            "packing/waste_ratio": stats["waste_ratio"],
+            "packing/bin_balance": stats["bin_balance"],
+            "packing/efficiency": stats["bin_efficiency"],
+            "packing/padding_share": num_padding / max(num_positions, 1.0),
+            "packing/rank_imbalance_tokens": self._imbalance(positions),
+            "packing/rank_imbalance_flops": self._imbalance(self.work),
+            "packing/num_microbatches": self.num_microbatches / max(self.num_steps, 1),
+            "packing/num_dummies": float(np.count_nonzero(num_rows == 0)),
+            "packing/num_truncated": float(self.num_truncated),
+            "packing/num_dropped": float(len(self.dropped)),
+            "packing/num_oversize": float(self.num_oversize),
+            **optional,
+        }
 
     def to_json(self) -> str:
         """Return one JSON object of plain numbers; `from_json` restores an equal plan."""
@@ -327,7 +367,23 @@ class BatchPlan:
 
     def __str__(self) -> str:
         """Describe the size, the limits and the balance in one line; see `describe`."""
-        return describe(self)
+        size = (self.num_rows, self.num_steps, self.num_microbatches, len(self.dropped))
+        return describe(self.spec, *size, self.metrics())
+
+    def _imbalance(self, work: np.ndarray) -> float:
+        """Sum over steps of the max-loaded rank's work over the mean rank's work.
+
+        `work` float64 [n] is the work of each of `rows`.
+        """
+        # Without rows there is no mean to divide by.
+        if not len(work):
+            return 1.0
+        by_rank = self.of_context_ranks(work)
+        # [number of ranks, number of steps]
+        by_step = np.add.reduceat(by_rank, self.step_offsets[:-1], axis=1)
+        max_loaded = by_step.max(0).sum()
+        mean = by_step.sum() / len(by_rank)
+        return float(max_loaded / mean)
 
     @cached_property
     def bins(self) -> Packing:
@@ -368,30 +424,18 @@ class BatchPlan:
         offsets = (rank_offsets - start).tolist()
         # Slices of tuples of plain integers are much faster than slices of arrays.
         rows = tuple(row_ids.tolist())
-        lengths = tuple(self.lengths[start:stop].tolist())
-        padded_lengths = tuple(self.padded_lengths[start:stop].tolist())
-        shared = () if self.shared is None else tuple(self.shared[start:stop].tolist())
+        columns = (self.lengths, self.padded_lengths, self.shared)
+        lengths, padded, shared, first_ranks, sizes = (
+            () if column is None else tuple(column[start:stop].tolist())
+            for column in (*columns, self.context_first, self.context_size)
+        )
         tokens = self.num_tokens[dp_rank].tolist()
         has_images = self._has_images.tolist()
-        first_of: tuple[int, ...] = ()
-        size_of: tuple[int, ...] = ()
-        if self.context_first is not None and self.context_size is not None:
-            first_of = tuple(self.context_first[start:stop].tolist())
-            size_of = tuple(self.context_size[start:stop].tolist())
         microbatches = []
         for m, (a, b) in enumerate(pairwise(offsets)):
             shared_of = shared[a:b] if any(shared[a:b]) else ()
-            microbatch = Microbatch(
-                rows[a:b],
-                lengths[a:b],
-                padded_lengths[a:b],
-                tokens[m],
-                shared_of,
-                has_images[m],
-                first_of[a:b],
-                size_of[a:b],
-            )
-            microbatches.append(microbatch)
+            own = (rows[a:b], lengths[a:b], padded[a:b], tokens[m], shared_of, has_images[m])
+            microbatches.append(Microbatch(*own, first_ranks[a:b], sizes[a:b]))
         return tuple(microbatches)
 
     def _values(self) -> list[tuple[str, Any]]:
@@ -478,26 +522,15 @@ def _plan_context(
 
 
 def _join_context(spec: PlanSpec, fitted: FittedRows, steps: list[ContextStep]) -> BatchPlan:
-    joined = join_context_steps(steps, spec.num_ranks)
     num_microbatches = [(len(step.offsets) - 1) // spec.num_ranks for step in steps]
-    groups, _, shared = fitted.place(joined.groups, spec)
-    num_rows = np.diff(groups.offsets)
-    sizes = np.repeat(joined.size, num_rows)
-    computed = fitted.lengths[groups.perm]
-    computed = computed if shared is None else computed - shared
-    padded = np.zeros_like(computed)
-    for size in spec.context_sizes:
-        own = sizes == size
-        padded[own] = round_up(computed[own], spec.of_context(size).row_multiple)
-    bins = Packing(groups.perm, groups.offsets[joined.offsets])
-    first = np.repeat(joined.first, num_rows)
-    return _batch_plan(spec, fitted, num_microbatches, bins, padded, shared, (first, sizes))
+    joined = join_context_steps(steps, spec.num_ranks)
+    return _batch_plan(spec, fitted, num_microbatches, *place_groups(joined, fitted, spec))
 
 
 def join_steps(spec: PlanSpec, fitted: FittedRows, steps: list[Packing]) -> BatchPlan:
     """Join the steps of a batch, bins of row ids each, into one plan, rank after rank."""
     num_microbatches = [step.num_bins // spec.num_ranks for step in steps]
-    bins = _rank_major_bins(steps, spec.num_ranks)
+    bins = rank_major_bins(steps, spec.num_ranks)
     bins, padded, shared = fitted.place(bins, spec)
     # Padded rows occupy the length of the longest row of their microbatch.
     if spec.layout == "padded":
@@ -539,23 +572,3 @@ def _batch_plan(
         context_size=context[1],
         oversize_warning=fitted.warning,
     )
-
-
-def _rank_major_bins(steps: list[Packing], num_ranks: int) -> Packing:
-    """Join the bins of all steps; the bins of rank 0 over all steps come first."""
-    if not steps:
-        return Packing(np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
-    if len(steps) == 1:
-        return steps[0]
-    perm = np.concatenate([step.perm for step in steps])
-    sizes = np.concatenate([np.diff(step.offsets) for step in steps])
-    step_major = Packing(perm, prefix_sums(sizes))
-    # Ids of the bins of each step, int64 [R, M of the step].
-    bin_ids = []
-    first = 0
-    for step in steps:
-        ids = first + np.arange(step.num_bins)
-        bin_ids.append(ids.reshape(num_ranks, -1))
-        first += step.num_bins
-    rank_major_ids = np.concatenate(bin_ids, axis=1).ravel()
-    return step_major.take(rank_major_ids)

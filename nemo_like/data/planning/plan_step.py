@@ -503,3 +503,23 @@ def _split_max_loaded(
             if half_stop - half_start > 1:
                 heapq.heappush(heap, heap_entry(half_start, half_stop))
     return sorted(bounds)
+
+
+def rank_major_bins(steps: list[Packing], num_ranks: int) -> Packing:
+    """Join the bins of all steps; the bins of rank 0 over all steps come first."""
+    if not steps:
+        return Packing(np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
+    if len(steps) == 1:
+        return steps[0]
+    perm = np.concatenate([step.perm for step in steps])
+    sizes = np.concatenate([np.diff(step.offsets) for step in steps])
+    step_major = Packing(perm, prefix_sums(sizes))
+    # Ids of the bins of each step, int64 [R, M of the step].
+    bin_ids = []
+    first = 0
+    for step in steps:
+        ids = first + np.arange(step.num_bins)
+        bin_ids.append(ids.reshape(num_ranks, -1))
+        first += step.num_bins
+    rank_major_ids = np.concatenate(bin_ids, axis=1).ravel()
+    return step_major.take(rank_major_ids)

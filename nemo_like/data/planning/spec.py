@@ -479,3 +479,24 @@ class PlanSpec:
     def from_dict(cls, values: dict[str, Any]) -> PlanSpec:
         """Return the spec that `to_dict` converted."""
         return cls(**{**values, "cost": CostModel(**values["cost"])})
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """Microbatches of one rank, with row indices into the rank's own shard."""
+
+    microbatches: tuple[Microbatch, ...]
+    step_offsets: tuple[int, ...]
+    """Bounds of each optimizer step in `microbatches`, equal on all ranks."""
+    spec: PlanSpec
+
+    @property
+    def num_steps(self) -> int:
+        """Number of optimizer steps."""
+        return len(self.step_offsets) - 1
+
+    def step(self, step: int) -> tuple[Microbatch, ...]:
+        """Return the microbatches of optimizer step `step`; raises IndexError out of range."""
+        if not 0 <= step < self.num_steps:
+            raise IndexError(f"step {step} of {self.num_steps}")
+        return self.microbatches[self.step_offsets[step] : self.step_offsets[step + 1]]
