@@ -174,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             lambda index: started(f"generation-{index}", VLLMGenerationWorker, vllm), 2
         )
         driver = ModeDriver(workers, generator, environment, RewardConfig())
-        collector = RolloutCollector(generator, None, encoder.tokenizer, None, driver)
+        collector = RolloutCollector(generator, None, encoder.tokenizer, driver)
         pid = agents.locations[0].pid
         measure(collector, driver, pid, prompts_of(encoder, 8, -1), args.turns)
         print("| episodes | mode | tokens/s | cached | possible | calls/s", end="")

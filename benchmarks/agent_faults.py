@@ -44,8 +44,7 @@ from nemo_like.demo.task import build_demo
 from nemo_like.distributed.errors import WorkerDied
 from nemo_like.distributed.local_group import LocalGroup
 from nemo_like.distributed.worker_group import Handle
-from nemo_like.rollout.conversations import ConversationRow
-from nemo_like.rollout.episodes import EpisodeDriver
+from nemo_like.rollout.episodes import Ended, EpisodeDriver
 from nemo_like.training import groups
 from tests.agents.faulty_programs import drawn_fault
 
@@ -96,12 +95,12 @@ def write_ends(path: Path) -> None:
     """Write what becomes of each attempt: its first random number, status and time."""
     original = EpisodeDriver._end
 
-    def recorded(self: EpisodeDriver, end: EpisodeEnd) -> ConversationRow | None:
+    def recorded(self: EpisodeDriver, end: EpisodeEnd) -> list[Ended]:
         attempt = self._attempts[end.episode]
         first = random.Random(attempt_seed(attempt.row.seed, attempt.number)).random()
-        row = original(self, end)
+        ended = original(self, end)
         write(path, [first, end.status.value, time.time()])
-        return row
+        return ended
 
     EpisodeDriver._end = recorded
 

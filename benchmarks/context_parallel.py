@@ -97,7 +97,7 @@ def long_tail(rng: np.random.Generator, num_rows: int, longest: int) -> np.ndarr
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table for each number of GPUs and each source of lengths."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Simulated gain of context groups")
     parser.add_argument("--lengths", type=Path, help="file with one length per line")
     parser.add_argument("--gpus", type=int, nargs="+", default=[64, 128, 256, 512])
     parser.add_argument("--limit", type=int, default=16384, help="tokens of a GPU")

@@ -119,6 +119,7 @@ def context_parts(parallel_layout: ParallelLayout) -> dict[int, dist.ProcessGrou
     parts: dict[int, dist.ProcessGroup] = {}
     for groups in parallel_layout.context_groups:
         own, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
+        assert isinstance(own, dist.ProcessGroup), "each rank is in one group of a size"
         parts[len(groups[0])] = own
     return parts
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nemo_like.algorithms.restart import run_with_restarts
+from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.parallel import policy_layout
@@ -17,6 +18,7 @@ from nemo_like.config.schema import PolicyConfig, RunConfig
 from nemo_like.distributed.errors import WorkerDied, WorkerError
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.training.microbatches import MAX_REDUCTIONS, MemoryPolicy, smaller_microbatches
+from nemo_like.training.run import RunResult
 from nemo_like.training.stopping import StopRequests
 from tests.recipe import Recipe
 
@@ -41,6 +43,11 @@ def next_policy(memory: MemoryPolicy, config: RunConfig, error: Exception) -> Po
 def smaller(config: RunConfig) -> PolicyConfig:
     layout = policy_layout(config.parallel, config.cluster)
     return smaller_microbatches(config.policy, layout, config.needs.batch)
+
+
+def run_job(config: RunConfig) -> RunResult:
+    assert isinstance(config, SftRunConfig)
+    return run_sft(config)
 
 
 def limit_tokens(monkeypatch: pytest.MonkeyPatch, max_tokens: int, after_calls: int) -> None:
@@ -71,7 +78,7 @@ def test_a_run_out_of_memory_continues_with_smaller_microbatches(
 ) -> None:
     straight = run_sft(recipe.sft(*STEPS, "run_name=straight"))
     limit_tokens(monkeypatch, 170, after_calls=3)
-    result = run_with_restarts(run_sft, recipe.sft(*STEPS), StopRequests(None))
+    result = run_with_restarts(run_job, recipe.sft(*STEPS), StopRequests(None))
     found = records(result.directory.path)
     limits = [record["policy/microbatch_limit"] for record in found]
     # 0.8 x 256 = 204.8 and 0.8 x 204 = 163.2; step 3 is repeated from the checkpoint of step 2.
@@ -93,7 +100,7 @@ def test_rows_that_do_not_fit_are_one_error(
 ) -> None:
     limit_tokens(monkeypatch, 10, after_calls=0)
     with pytest.raises(WorkerError, match="can't allocate memory") as raised:
-        run_with_restarts(run_sft, recipe.sft(*STEPS), StopRequests(None))
+        run_with_restarts(run_job, recipe.sft(*STEPS), StopRequests(None))
     (note,) = raised.value.cause.__notes__
     # 256 -> 204 -> 163 -> 130 -> 104 -> 96, which is `policy.max_total_sequence_length`.
     assert f"has had {MAX_REDUCTIONS} reductions" in note

@@ -275,7 +275,7 @@ def test_an_oversize_row_is_an_error_that_names_the_limit() -> None:
         ((1, 4, 4, -2), "extra of row 1 is -2"),
     ],
 )
-def test_wrong_numbers_of_a_row_are_errors(arguments: tuple[int, ...], message: str) -> None:
+def test_wrong_numbers_of_a_row_are_errors(arguments: tuple[Any, ...], message: str) -> None:
     planner = StreamingPlanner(StreamSpec(plan=PlanSpec(max_tokens=8)))
     with pytest.raises(ValueError, match=message):
         planner.push(*arguments)
