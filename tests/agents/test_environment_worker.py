@@ -209,8 +209,9 @@ def test_an_async_step_that_blocks_its_process_stops_the_run() -> None:
 
 
 def test_the_wait_for_a_thread_is_no_time_of_the_step() -> None:
-    turns = [_turn(seconds=0.2) for _ in range(8)]
-    outcomes = _outcomes(_config("Sleeping"), turns, [0.5] * 8, max_threads=2)
+    # All together take 1.8 s, each of them 0.3 s.
+    turns = [_turn(seconds=0.3) for _ in range(12)]
+    outcomes = _outcomes(_config("Sleeping"), turns, [1.5] * 12, max_threads=2)
     assert not any(outcome.is_timeout for outcome in outcomes)
 
 
