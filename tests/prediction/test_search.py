@@ -183,10 +183,12 @@ def test_settings_that_are_not_planned_are_no_faster(seed: int, monkeypatch) -> 
         if each.fits
     }
     least = min(seconds.values())
-    near = {setting for setting, value in seconds.items() if value <= 1.02 * least}
+    near = [each for each in found if seconds.get(each.setting, np.inf) <= 1.02 * least]
     best = found[0]
     assert not best.is_bound and best.seconds == seconds[best.setting]
-    assert min(near, key=lambda each: (np.prod(each[1:]), seconds[each])) == best.setting
+    # Of equal sizes and times the one with less memory.
+    ranks = [(np.prod(each.setting[1:]), seconds[each.setting], each.peak_gib) for each in near]
+    assert near[ranks.index(min(ranks))] is best
     for each in found:
         if each.is_bound:
             assert 1.02 * least <= each.seconds <= seconds[each.setting] * (1 + 1e-9)
