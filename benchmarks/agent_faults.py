@@ -193,7 +193,7 @@ def left_over(folder: Path, temporary: Path, mark: str) -> list[str]:
     while processes(mark) and time.monotonic() < deadline:
         time.sleep(0.5)
     problems = [f"it runs still: {each[:200]}" for each in processes(mark)]
-    problems += [f"left: {path}" for path in temporary.rglob("nemo_like_agent_*")]
+    problems += [f"left: {path}" for path in temporary.rglob("nemo_like_agents_*")]
     path = folder / "keys"
     keys = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
     ports = {int(url.split(":")[2].split("/")[0]) for url, _ in keys}

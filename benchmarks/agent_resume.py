@@ -87,7 +87,7 @@ def left_over(folder: Path, temporary: Path) -> list[str]:
     deadline = time.monotonic() + _GONE_S
     while True:
         found = [f"it runs still: {each[:200]}" for each in processes(str(folder))]
-        found += [f"left: {path}" for path in temporary.glob("nemo_like_agent_*")]
+        found += [f"left: {path}" for path in temporary.glob("nemo_like_agents_*")]
         if not found or time.monotonic() > deadline:
             return found
         time.sleep(0.1)

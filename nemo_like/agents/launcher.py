@@ -106,6 +106,8 @@ class Launcher:
         if (program.path is None) == (not program.command):
             raise ConfigError("give either environment.path or environment.command")
         self._program = program
+        self._folder = Path(tempfile.mkdtemp(prefix="nemo_like_agents_"))
+        """Has the folders of the programs; the zygote removes it if this process is killed."""
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [program.python, "-c", _SERVE, _PACKAGE_PARENT]
         try:
@@ -113,6 +115,7 @@ class Launcher:
             self._zygote = subprocess.Popen(command, stdin=theirs.fileno(), start_new_session=True)
         except OSError as error:
             self._connection.close()
+            shutil.rmtree(self._folder)
             problem = f"environment.python {program.python!r} cannot be started: {error}"
             raise ConfigError(problem) from None
         finally:
@@ -120,7 +123,11 @@ class Launcher:
         self._connection.settimeout(_START_LIMIT_S)
         reply = b""
         with contextlib.suppress(OSError):
-            start = {"path": program.path, "options": program.options}
+            start = {
+                "path": program.path,
+                "options": program.options,
+                "folder": str(self._folder),
+            }
             self._connection.send(json.dumps(start).encode())
             reply = self._connection.recv(_MAX_RESULT_BYTES)
         self._connection.settimeout(None)
@@ -142,6 +149,7 @@ class Launcher:
         self._connection.close()
         self._zygote.kill()
         self._zygote.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     async def run(
         self, row: Mapping[str, Any], base_url: str, key: str, *, seed: int, timeout_s: float
@@ -150,7 +158,7 @@ class Launcher:
 
         Cancelling this coroutine ends them, too. `key` is the secret of the episode in `base_url`.
         """
-        scratch = Path(tempfile.mkdtemp(prefix="nemo_like_agent_"))
+        scratch = Path(tempfile.mkdtemp(dir=self._folder))
         try:
             (scratch / "task.json").write_text(json.dumps(row), encoding="utf-8")
             request = {

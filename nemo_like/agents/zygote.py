@@ -71,6 +71,10 @@ def main() -> None:
     while True:
         content, sockets, _, _ = socket.recv_fds(connection, _MAX_REQUEST_BYTES, 1)
         if not content:
+            # The launcher has ended, and with it all programs.
+            with contextlib.suppress(ChildProcessError):
+                os.wait()
+            shutil.rmtree(start["folder"], ignore_errors=True)
             return
         (episode,) = sockets
         if os.fork() == 0:
@@ -114,9 +118,7 @@ def _supervise(
         os.close(write)
         result = _watch(request, connection, pid, read)
         linux.end_descendants()
-        if not _send(connection, result):
-            # The launcher, which removes the folder otherwise, was killed.
-            shutil.rmtree(request["environment"]["TMPDIR"], ignore_errors=True)
+        _send(connection, result)
     finally:
         os._exit(0)
 
