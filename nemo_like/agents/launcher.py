@@ -123,11 +123,7 @@ class Launcher:
         self._connection.settimeout(_START_LIMIT_S)
         reply = b""
         with contextlib.suppress(OSError):
-            start = {
-                "path": program.path,
-                "options": program.options,
-                "folder": str(self._folder),
-            }
+            start = {"path": program.path, "options": program.options, "folder": str(self._folder)}
             self._connection.send(json.dumps(start).encode())
             reply = self._connection.recv(_MAX_RESULT_BYTES)
         self._connection.settimeout(None)
