@@ -10,8 +10,8 @@ r"""GRPO here and in TRL: the same model, prompts and settings, alternating in o
     python -m benchmarks.grpo_trl --task demo --trl-python /tmp/trl/bin/python \
         --model runs/demo_sft/hf --data runs/demo/grpo_train.jsonl --json curves.json
 
-On a machine without a GPU install the CPU build of torch first (`--index-url
-https://download.pytorch.org/whl/cpu`), so that pip does not take the build for CUDA.
+On a machine without a GPU install the CPU build of torch first (`uv pip install --torch-backend
+cpu torch`), so that pip does not take the build for CUDA.
 
 `--task gsm8k` measures time. Each round runs every variant once, in processes of its own and one
 after the other; all variants of a round have the same prompts in the same order. The first

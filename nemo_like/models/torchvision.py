@@ -33,10 +33,10 @@ def torchvision_advice(reason: str) -> str:
     torch = metadata.version("torch")
     release, _, build = torch.partition("+")
     minor = int(release.split(".")[1]) + _TORCH_TO_TORCHVISION
-    index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
+    backend = f" --torch-backend {build}" if build else ""
     return (
         "policy.generation.backend is vllm, which generates with models with a vision tower only"
-        f" where torchvision can be imported ({reason}): pip install --force-reinstall --no-deps"
-        f" 'torchvision==0.{minor}.*'{index}, which belongs to torch {torch}, or set"
+        f" where torchvision can be imported ({reason}): uv pip install --reinstall --no-deps"
+        f"{backend} 'torchvision==0.{minor}.*', which belongs to torch {torch}, or set"
         " policy.generation.backend to hf"
     )

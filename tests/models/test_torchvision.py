@@ -14,12 +14,9 @@ from nemo_like.models.torchvision import torchvision_advice, torchvision_problem
 @pytest.mark.parametrize(
     ("torch", "package"),
     [
-        ("2.13.0+cpu", "'torchvision==0.28.*' --index-url https://download.pytorch.org/whl/cpu,"),
-        (
-            "2.11.1+cu130",
-            "'torchvision==0.26.*' --index-url https://download.pytorch.org/whl/cu130,",
-        ),
-        ("2.0.1", "'torchvision==0.15.*',"),
+        ("2.13.0+cpu", "--no-deps --torch-backend cpu 'torchvision==0.28.*',"),
+        ("2.11.1+cu130", "--no-deps --torch-backend cu130 'torchvision==0.26.*',"),
+        ("2.0.1", "--no-deps 'torchvision==0.15.*',"),
     ],
 )
 def test_the_build_that_belongs_to_the_installed_torch(
