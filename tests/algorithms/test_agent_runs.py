@@ -97,6 +97,7 @@ def test_a_program_that_cannot_be_started_is_a_problem(recipe: Recipe) -> None:
     assert "environment.command: 'no_such_program' is not a program on PATH" in problem
 
 
+@pytest.mark.exhaustive
 def test_an_asynchronous_run_on_ray_replaces_failed_episodes(
     recipe: Recipe, joined_ray: None, capfd: pytest.CaptureFixture[str]
 ) -> None:

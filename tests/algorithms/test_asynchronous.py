@@ -42,6 +42,7 @@ def _in_thread(function: Callable[[], object]) -> threading.Thread:
     return thread
 
 
+@pytest.mark.exhaustive
 def test_a_lost_replica_stops_the_run_and_a_resume_repeats_no_prompt(
     recipe: Recipe, joined_ray: None, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -102,6 +102,7 @@ LORA = (
 LOCAL = ("cluster.backend=local", "cluster.workers_per_node=1")
 
 
+@pytest.mark.exhaustive
 def test_a_killed_worker_ends_a_megatron_run_with_one_message_and_it_resumes_with_fsdp(
     config: Path, recipe: Recipe, joined_ray: None, capfd: pytest.CaptureFixture[str]
 ):

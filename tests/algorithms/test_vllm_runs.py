@@ -29,6 +29,7 @@ def _straight_and_resumed(run: Path, command: list[str]) -> None:
     assert main([*command, "resume=true"]) == 0
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_with_vllm_equals_a_straight_one_bit_for_bit(recipe: Recipe) -> None:
     recipe.grpo()
     run, straight = recipe.folder / "grpo", recipe.folder / "straight"

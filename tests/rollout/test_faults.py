@@ -126,7 +126,9 @@ def counts_of(rollout: Rollout) -> dict[str, float]:
 
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """A folder for the programs, and one for temporary files; a proxy that reaches nothing."""
+    """A folder for the programs, and one for temporary files, in which each launcher has a folder; a
+    proxy that reaches nothing.
+    """
     own, temporary = tmp_path / "own", tmp_path / "temporary"
     own.mkdir()
     temporary.mkdir()
@@ -155,7 +157,7 @@ def test_programs_with_faults_end_and_leave_nothing(
         }
         # Without its processes, before the worker ends.
         assert processes_with(str(own)) == []
-        assert list(temporary.iterdir()) == []
+        assert list(temporary.glob("*/*")) == []
         with pytest.raises(OSError, match="refused"):
             socket.create_connection(("127.0.0.1", int((own / "port").read_text())), 1)
     assert set(statuses.values()) == {Status.DONE}
@@ -182,7 +184,7 @@ def test_a_program_that_ignores_signals_ends_at_its_limit(
     own, temporary = folders
     with collector_of(generator_of(tmp_path), PROGRAM, timeout_s=0.5) as collector:
         rollout = rollout_of(collector, own, ("hang",))
-        assert processes_with(str(own)) == [] and list(temporary.iterdir()) == []
+        assert processes_with(str(own)) == [] and list(temporary.glob("*/*")) == []
     (row,) = rollout.conversations
     assert row.outcome is not None and row.outcome.status is Status.LIMIT_TIME
 
@@ -259,7 +261,7 @@ def test_lost_workers_and_new_weights_lose_no_episode(
     assert found["trained"] == 6 and found["replaced"] >= 1
     assert rollout.batch["reward"].tolist() == [1.0] * 6
     assert rollout.versions[1] <= max(versions, default=0)
-    assert processes_with(str(own)) == [] and list(temporary.iterdir()) == []
+    assert processes_with(str(own)) == [] and list(temporary.glob("*/*")) == []
 
 
 def test_calls_around_a_weight_update_have_the_log_probs_of_their_weights(tmp_path: Path) -> None:

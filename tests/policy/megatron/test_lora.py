@@ -78,7 +78,7 @@ def straight(model_dir, tmp_path_factory) -> Callable[[str], tuple[list[float], 
     return run
 
 
-@pytest.mark.parametrize("parallel", usually(PARTS, "pp2", "cp2", "tp2 x ep2 + sp"))
+@pytest.mark.parametrize("parallel", usually(PARTS, "pp2", "cp2"))
 def test_every_layout_has_the_gradients_of_peft(
     parallel, reference, reward_reference, straight, model_dir, on_ranks, tmp_path
 ):
