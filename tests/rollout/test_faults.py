@@ -126,8 +126,9 @@ def counts_of(rollout: Rollout) -> dict[str, float]:
 
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """A folder for the programs, and one for temporary files, in which each launcher has a folder; a
-    proxy that reaches nothing.
+    """A folder for the programs, and one for temporary files, in which each launcher has a folder.
+
+    There is a proxy that reaches nothing.
     """
     own, temporary = tmp_path / "own", tmp_path / "temporary"
     own.mkdir()
