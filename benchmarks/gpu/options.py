@@ -31,6 +31,7 @@ _NO_OPTIONS = (
     "policy.oversize_rows",
     "policy.shared_prefix",
     "policy.router_replay",
+    "parallel.dynamic_context",
     "parallel.sequence",
 )
 """Keys with a few values that are not measured here: other parts, more than one GPU, or without an
