@@ -28,6 +28,7 @@ from nemo_like.policy.heads.targets import TargetSettings
 _NO_OPTIONS = (
     "policy.engine",
     "policy.precision",
+    "policy.oom",
     "policy.oversize_rows",
     "policy.shared_prefix",
     "policy.router_replay",
