@@ -3,7 +3,7 @@
 #
 #   ray_jobs/retry.sh NUMBER COMMAND [ARGUMENT ...]
 #
-# Used by submit.sh and slurm.sbatch. The exit code is that of the last run. SIGTERM is passed on and ends the retries.
+# Used by submit.sh and slurm.sbatch. The exit code is the last run's. SIGTERM is passed on and ends the retries.
 # Exit codes of the run itself (docs/clusters.md#exit-codes) are final.
 set -u
 retries=$1

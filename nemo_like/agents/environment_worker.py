@@ -88,7 +88,7 @@ class EnvironmentWorker(EpisodeWorker):
                 else:
                     messages += outcome.observation
         numbers = range(len(outcomes))
-        # A failure ends also the rewards of earlier turns: they are not those of the conversation.
+        # After a failure the rewards of earlier turns are not the reward of the conversation.
         rewarded = [] if status is Status.FAILED_PROGRAM else outcomes
         return EpisodeEnd(
             episode=start.episode,

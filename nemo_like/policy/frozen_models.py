@@ -268,19 +268,20 @@ def _only_rows(microbatch: Microbatch, is_kept: np.ndarray, spec: PlanSpec) -> M
     shared = np.array(microbatch.shared, dtype=np.int64)
     if len(shared) and np.any(shared[1:][is_kept[1:] != is_kept[:-1]]):
         raise ValueError("rows of two teachers share a prefix; plan each teacher's rows as a group")
-    padded_lengths = tuple(microbatch.padded_lengths[index] for index in kept)
+
+    def take(values: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the values [R] of the kept rows; empty for an empty column."""
+        return tuple(values[index] for index in kept) if values else ()
+
+    padded_lengths = take(microbatch.padded_lengths)
     return Microbatch(
-        tuple(microbatch.rows[index] for index in kept),
-        tuple(microbatch.lengths[index] for index in kept),
+        take(microbatch.rows),
+        take(microbatch.lengths),
         padded_lengths,
         round_up(sum(padded_lengths), spec.total_multiple),
-        tuple(shared[kept].tolist()) if len(shared) else (),
-        context_first=tuple(microbatch.context_first[index] for index in kept)
-        if microbatch.context_first
-        else (),
-        context_size=tuple(microbatch.context_size[index] for index in kept)
-        if microbatch.context_size
-        else (),
+        take(microbatch.shared),
+        context_first=take(microbatch.context_first),
+        context_size=take(microbatch.context_size),
     )
 
 

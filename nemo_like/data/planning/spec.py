@@ -358,8 +358,11 @@ class PlanSpec:
     @cached_property
     def padding_multiples(self) -> PaddingMultiples:
         """Multiples of tokens that follow from `cp_size`, `tp_size` and `sequence_parallel`."""
+        return self._multiples(self.cp_size, self.microbatch_length_round)
+
+    def _multiples(self, cp_size: int, microbatch_length_round: int) -> PaddingMultiples:
         parallel_layout = ParallelLayout(
-            cp=self.cp_size,
+            cp=cp_size,
             tp=self.tp_size,
             # Without tensor parallelism there is nothing to shard, and no multiple.
             sequence_parallel=self.sequence_parallel and self.tp_size > 1,
@@ -367,7 +370,7 @@ class PlanSpec:
         return parallel_layout.padding_multiples(
             self.layout,
             sequence_length_round=self.sequence_length_round,
-            microbatch_length_round=self.microbatch_length_round,
+            microbatch_length_round=microbatch_length_round,
         )
 
     @property
@@ -423,13 +426,7 @@ class PlanSpec:
         assert self.max_tokens is not None, "the packed layout has a limit"
         length_round = max(self.microbatch_length_round * size // self.cp_size, 1)
         # Room for at least the shortest row.
-        multiples = ParallelLayout(
-            cp=size, tp=self.tp_size, sequence_parallel=self.sequence_parallel and self.tp_size > 1
-        ).padding_multiples(
-            self.layout,
-            sequence_length_round=self.sequence_length_round,
-            microbatch_length_round=length_round,
-        )
+        multiples = self._multiples(size, length_round)
         return replace(
             self,
             cp_size=size,
