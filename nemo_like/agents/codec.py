@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,10 @@ Parser = Callable[[list[int], Sequence[Tool] | None], Message]
 """Takes the token ids of a turn, without the token that ends it, and the tools of the request;
 returns a message with `content`, `tool_calls` and `reasoning_content`. It may raise any exception
 for calls that it cannot parse."""
+_CALL_MARK = re.compile(
+    r"<(?P<closing>/?)(?:\w+:)?tool_calls?>|<[^\w<>]tool[^<>]*[_▁](?P<side>begin|end)[^\w<>]>"
+)
+"""Begin or end of tool calls, e.g. `<tool_call>` and `<|tool_call_end|>`."""
 
 
 class ChatCodec:
@@ -68,17 +73,18 @@ class ChatCodec:
     ) -> Message:
         """Return the message of a sampled turn, `token_ids` int32 [L].
 
-        What cannot be parsed as a tool call stays in the content. The content ends before the first
-        of the texts `stop`.
+        The complete turn is content if one of its tool calls is cut off or has arguments that are
+        no JSON object. The content ends before the first of the texts `stop`.
         """
         ids = self._without_end(token_ids)
         message = None
-        if self._parser is not None:
+        # Some parsers return a call that is cut off, without the rest of its arguments.
+        if self._parser is not None and not _is_cut_off(self.full_text(ids)):
             try:
                 message = clean_reply(self._parser(ids, tools))
             except Exception:  # noqa: BLE001 (parsers raise anything for text of a model)
                 message = None
-        if message is None:
+        if message is None or not _has_arguments(message):
             message = {"role": "assistant", "content": self.text(ids)}
         for text in stop:
             message["content"] = message["content"].partition(text)[0]
@@ -89,13 +95,32 @@ class ChatCodec:
         ids = list(map(int, token_ids))
         return str(self.encoder.tokenizer.decode(ids, skip_special_tokens=True))
 
-    def full_text(self, token_ids: np.ndarray) -> str:
+    def full_text(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """Decode with special tokens."""
-        return str(self.encoder.tokenizer.decode(token_ids.tolist()))
+        return str(self.encoder.tokenizer.decode(list(map(int, token_ids))))
 
     def _without_end(self, token_ids: np.ndarray) -> list[int]:
         ids = token_ids.tolist()
         return ids[:-1] if ids and ids[-1] in self.encoder.end_token_ids else ids
+
+
+def _is_cut_off(text: str) -> bool:
+    """Return whether the last tool call of a turn has a begin but no end."""
+    marks = list(_CALL_MARK.finditer(text))
+    if not marks or marks[-1]["closing"] or marks[-1]["side"] == "end":
+        return False
+    try:
+        # Granite's calls are a list of JSON without a mark at its end.
+        json.loads(text[marks[-1].end() :])
+    except ValueError:
+        return True
+    return False
+
+
+def _has_arguments(message: Message) -> bool:
+    """Return whether the arguments of all tool calls are JSON objects."""
+    calls = message.get("tool_calls", ())
+    return all(isinstance(call["function"]["arguments"], dict) for call in calls)
 
 
 def clean_reply(message: Mapping[str, Any]) -> Message:

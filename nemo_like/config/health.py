@@ -20,6 +20,7 @@ HEALTH_RULES = (
     "data_wait",
     "generator_idle",
     "slow_rank",
+    "long_failures",
 )
 Action = Literal["warn", "stop", "ignore"]
 
@@ -65,6 +66,9 @@ class HealthConfig:
     max_rank_slowdown: Annotated[float, Gt(1)] = 1.3
     """`slow_rank`: compute time of the slowest rank over the mean rank, as a multiple of the same
     ratio of the planned work, while one rank is the slowest in every step of the window."""
+    max_failed_calls: Annotated[float, Ge(1)] = 1.5
+    """`long_failures`: mean calls of failed attempts of agent programs as a multiple of the mean
+    over all episodes."""
 
     def action_of(self, rule: str) -> Action:
         """Return the action of a rule."""

@@ -177,6 +177,14 @@ def _slow_rank(window: Window) -> str | None:
     )
 
 
+def _long_failures(window: Window) -> str | None:
+    failed = window.mean("episodes/failed_calls_mean") or 0.0
+    usual = window.mean("episodes/calls_mean") or math.inf
+    if failed <= usual * window.limits.max_failed_calls:
+        return None
+    return f"failed attempts at an episode have {failed:.1f} calls, episodes have {usual:.1f}"
+
+
 def _truncating_keys(window: Window) -> tuple[str, ...]:
     """Return the keys of the limits of completions, that which was reached in front."""
     new, total = "policy.generation.max_new_tokens", "policy.max_total_sequence_length"
@@ -280,6 +288,12 @@ RULES = {
         "a device that is throttled or damaged, or other programs on its node; all ranks wait for"
         " it. Stop the run and resume it without the node",
         _keys("cluster.exclude_nodes"),
+    ),
+    "long_failures": Rule(
+        _long_failures,
+        "long episodes fail more often, by a limit or a tool that fails late, so that short ones"
+        " are trained more often than they are sampled",
+        _keys("environment.timeout_s", "environment.retries"),
     ),
 }
 

@@ -9,7 +9,7 @@ import pytest
 from nemo_like.agents.codec import ChatCodec
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.generation.vllm_parser import turn_parser
-from tests.agents.scripted import END, TOOLS, tool_call
+from tests.agents.scripted import END, TOOLS
 from tests.data.chat_templates import QWEN
 from tests.data.tiny_tokenizer import tiny_tokenizer
 
@@ -19,14 +19,52 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 
+_JSON = '{"name": "add", "arguments": {"a": 2, "b": 2}}'
+_XML = "<function=add>\n<parameter=a>\n2\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>"
+_KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+    '{"a": 2, "b": 2}<|tool_call_end|><|tool_calls_section_end|>'
+)
+_GLM = (
+    "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>2</arg_value>\n<arg_key>b</arg_key>\n"
+    "<arg_value>2</arg_value>\n</tool_call>"
+)
+_MINIMAX = (
+    '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">2</parameter>\n'
+    '<parameter name="b">2</parameter>\n</invoke>\n</minimax:tool_call>'
+)
+CALLS = {
+    "hermes": f"<tool_call>\n{_JSON}\n</tool_call>",
+    "granite4": f"<tool_call>\n{_JSON}\n</tool_call>",
+    "ernie45": f"<tool_call>\n{_JSON}\n</tool_call>\n",
+    "granite": f"<tool_call>[{_JSON}]",
+    "hunyuan_a13b": f"<tool_calls>[{_JSON}]</tool_calls>",
+    "phi4_mini_json": f"functools[{_JSON}]",
+    "xlam": f"[{_JSON}]",
+    "pythonic": "[add(a=2, b=2)]",
+    "olmo3": "<function_calls>add(a=2, b=2)</function_calls>",
+    "qwen3_coder": f"<tool_call>\n{_XML}\n</tool_call>",
+    "seed_oss": f"<seed:tool_call>\n{_XML}\n</seed:tool_call>",
+    "kimi_k2": _KIMI,
+    "glm45": _GLM,
+    "minimax_m2": _MINIMAX,
+}
+"""A call of `TOOLS` by parser, as the models write it."""
 
-def test_calls_are_parsed_and_malformed_ones_stay_text() -> None:
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_are_parsed_and_those_that_are_cut_off_stay_text(name: str) -> None:
     encoder = ChatEncoder(tiny_tokenizer(QWEN))
-    codec = ChatCodec(encoder, turn_parser(encoder.tokenizer, "hermes"))
-    reply = codec.reply(encoder.encode_continuation(tool_call()), TOOLS)
-    (call,) = reply["tool_calls"]
+    codec = ChatCodec(encoder, turn_parser(encoder.tokenizer, name))
+    text = CALLS[name]
+    reply = codec.reply(encoder.encode_continuation(f"{text}{END}"), TOOLS)
+    [call] = reply["tool_calls"]
     assert call["function"] == {"name": "add", "arguments": {"a": 2, "b": 2}}
-    assert reply["content"].strip() == "I add."
-    for text in ("plain", '<tool_call>\n{"name": "add", "arg'):
-        reply = codec.reply(encoder.encode_continuation(f"{text}{END}"), TOOLS)
-        assert reply["content"] == text and "tool_calls" not in reply
+    first = text.index("2")
+    for cut in ("plain", text[:first], text[: first + 1]):
+        cut_reply = codec.reply(encoder.encode_continuation(f"{cut}{END}"), TOOLS)
+        assert cut_reply == {"role": "assistant", "content": cut}
+    # A complete call before it may be returned.
+    both = f"{text}\n{text[: first + 1]}"
+    cut_reply = codec.reply(encoder.encode_continuation(f"{both}{END}"), TOOLS)
+    assert cut_reply in (reply, {"role": "assistant", "content": both})

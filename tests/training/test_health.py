@@ -39,6 +39,8 @@ HEALTHY = {
     "packing/rank_imbalance_flops": 1.2,
     "policy/rank_time_worst_over_mean": 1.25,
     "policy/rank_time_slowest": 3.0,
+    "episodes/calls_mean": 4.0,
+    "episodes/failed_calls_mean": 3.0,
 }
 """A record of GRPO whose values are usual."""
 LENGTH = "generation/completion_length_mean"
@@ -56,6 +58,7 @@ GROWING: Mapping[str, Sequence[Mapping[str, float]]] = {
     "generator_idle": [{"timing/generator_idle_s": 45.0}] * 12,
     # Planned 1.2 times the mean, and taking 1.8 times: 1.5 times the plan.
     "slow_rank": [{"policy/rank_time_worst_over_mean": 1.8, "policy/rank_time_slowest": 3.0}] * 12,
+    "long_failures": [{"episodes/failed_calls_mean": 6.5}] * 12,
 }
 """What differs in each step of a run that fails in the way of the rule."""
 
