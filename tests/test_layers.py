@@ -50,7 +50,7 @@ LIBRARY_PLACES = {
     "flash_attn": ("policy/inputs/",),
     "torchao": ("policy/dtensor/optimizer.py",),
     "bitsandbytes": ("policy/lora.py",),
-    "vllm": ("generation/vllm_",),
+    "vllm": ("generation/vllm_", "agents/vllm_parser.py"),
     "megatron": ("policy/megatron/",),
     "numba": ("data/packing/",),
     "tensorboard": ("run/sinks.py",),
@@ -117,7 +117,7 @@ FOREIGN_NAMES = {
 MAX_FILE_LINES = 400
 """Code lines: without blank lines, comments and docstrings."""
 MAX_FUNCTION_LINES = 80
-MAX_CODE_LINES = 62110
+MAX_CODE_LINES = 62200
 """Code lines of the package. A change that needs more raises this number; lower it with each
 merge that leaves at least a hundred lines of room.
 """

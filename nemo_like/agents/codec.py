@@ -22,6 +22,22 @@ _CALL_MARK = re.compile(
     r"<(?P<closing>/?)(?:\w+:)?tool_calls?>|<[^\w<>]tool[^<>]*[_▁](?P<side>begin|end)[^\w<>]>"
 )
 """Begin or end of tool calls, e.g. `<tool_call>` and `<|tool_call_end|>`."""
+_JSON_CALLS: dict[str, Any] = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "thinking": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"\s*<\|im_end\|>", "content": "text"},
+    },
+}
+"""The `response_template` of Hermes, Qwen2.5 and Qwen3, whose tokenizers have none."""
 
 
 class ChatCodec:
@@ -40,12 +56,15 @@ class ChatCodec:
     ) -> None:
         """`parser` is by default that of transformers.
 
-        It needs a `response_template`, by default the tokenizer's; see `parse_response` of a
-        tokenizer. Without one all of a turn is content.
+        It needs a `response_template`, by default the tokenizer's, or that of the chat template of
+        Hermes and Qwen; see `parse_response` of a tokenizer. Without one all of a turn is content,
+        and requests with tools are refused.
         """
         self.encoder = encoder
         self._observations = ObservationEncoder(encoder)
         template = response_template or getattr(encoder.tokenizer, "response_template", None)
+        if template is None and _has_json_calls(str(encoder.tokenizer.chat_template)):
+            template = _JSON_CALLS
         if parser is None and template is not None:
             parser = _template_parser(encoder, dict(template))
         self._parser = parser
@@ -53,8 +72,15 @@ class ChatCodec:
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> np.ndarray:
         """Encode a complete request and the generation prompt, int32 [L].
 
-        Raises ConfigError if the chat template refuses or drops a part.
+        Raises ConfigError if the chat template refuses or drops a part, and for tools if calls in
+        a reply cannot be parsed.
         """
+        if tools and self._parser is None:
+            raise ConfigError(
+                "the request has tools, but the tokenizer has no response_template with the format"
+                " of their calls; set environment.tool_parser to a value of vLLM's option"
+                " --tool-call-parser, e.g. hermes"
+            )
         without = self._observations.without_control_texts
         return self.encoder.encode_prompt(without(list(messages)), tools and without(list(tools)))
 
@@ -102,6 +128,14 @@ class ChatCodec:
     def _without_end(self, token_ids: np.ndarray) -> list[int]:
         ids = token_ids.tolist()
         return ids[:-1] if ids and ids[-1] in self.encoder.end_token_ids else ids
+
+
+def _has_json_calls(chat_template: str) -> bool:
+    """Return whether a chat template is ChatML with the tool calls of Hermes."""
+    others = ("<function=", "<arg_key>", "<parameter")
+    marks = ("<|im_start|>", "<tool_call>", '"name"')
+    has_marks = all(mark in chat_template for mark in marks)
+    return has_marks and not any(other in chat_template for other in others)
 
 
 def _is_cut_off(text: str) -> bool:

@@ -9,11 +9,13 @@ import time
 import numpy as np
 
 from nemo_like.agents.calls import Call, Episode, Sampled
+from nemo_like.agents.codec import ChatCodec
 from nemo_like.agents.endpoint import AgentEndpoint, EndpointLimits, Session
 from nemo_like.agents.episode_worker import EpisodeWorker
 from nemo_like.agents.events import CallRequest, EpisodeEnd, EpisodeStart
 from nemo_like.agents.launcher import Launcher, Program, ProgramEnd, run_episode
 from nemo_like.agents.statuses import Status
+from nemo_like.agents.vllm_parser import turn_parser
 from nemo_like.config.errors import error_text, shortened
 from nemo_like.config.rollout import EnvironmentConfig
 from nemo_like.data.chat import ChatEncoder
@@ -44,8 +46,14 @@ class AgentWorker(EpisodeWorker):
         super().__init__(self._endpoint.serving())
 
     def set_encoder(self, encoder: ChatEncoder) -> None:
-        """Set the encoder of the requests. It must be called before episodes are started."""
+        """Set the encoder of the requests. It must be called before episodes are started.
+
+        Raises ConfigError for parsers that cannot be used with it.
+        """
         super().set_encoder(encoder.without_prompts())
+        if self._config.has_parser:
+            encoder = self._codec.encoder
+            self._codec = ChatCodec(encoder, turn_parser(encoder.tokenizer, self._config))
 
     def close(self) -> None:
         """End all programs, the endpoint and the thread."""

@@ -19,6 +19,7 @@ from math import isnan
 from typing import TYPE_CHECKING
 
 from nemo_like.agents.environment_worker import EnvironmentWorker
+from nemo_like.agents.vllm_parser import turn_parser
 from nemo_like.algorithms.registry import ALGORITHMS
 from nemo_like.commands.start import lacks_gpu, open_config
 from nemo_like.commands.train import WRONG_INPUT
@@ -86,7 +87,9 @@ MAX_CALL_S = 60.0
 def run(arguments: argparse.Namespace) -> int:
     """Print the report of a config; return the exit code. Raises ConfigError for a wrong config."""
     config = open_config(arguments)
-    report = validate(config, without_torch=arguments.owns_process)
+    # The parsers of vLLM need torch.
+    without_torch = arguments.owns_process and not config.environment.has_parser
+    report = validate(config, without_torch=without_torch)
     report.show(Progress())
     if report.problems:
         return WRONG_INPUT
@@ -153,7 +156,10 @@ def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
             diagnostics.check(partial(check_new_tokens, config.policy, encoder))
             diagnostics.warnings += encoder_warnings(policy, encoder)
             if needs.rollouts is not None:
-                diagnostics.warnings += history_warnings(needs.rollouts.environment, encoder)
+                environment = needs.rollouts.environment
+                diagnostics.warnings += history_warnings(environment, encoder)
+                if environment.has_parser:
+                    diagnostics.check(partial(turn_parser, encoder.tokenizer, environment))
     if encoder is not None and train is not None:
         data = RunData(encoder, train, validation)
         checks = RowChecks(

@@ -152,6 +152,19 @@ class EnvironmentConfig:
     """Prompt of a call that continues an earlier one: `exact` continues the sampled tokens,
     `template` renders all messages again, as a server without a record does, and begins another
     training row where the chat template changes earlier turns."""
+    tool_parser: Annotated[str | None, NOT_EMPTY] = None
+    """Parser of the tool calls in the replies to a program, a value of vLLM's option
+    `--tool-call-parser`, e.g. llama3_json; needs vLLM. null takes the tokenizer's
+    `response_template`, or the format of Hermes, Qwen2.5 and Qwen3 where the chat template has
+    it."""
+    reasoning_parser: Annotated[str | None, NOT_EMPTY] = None
+    """Parser of the reasoning in the replies to a program, a value of vLLM's option
+    `--reasoning-parser`, e.g. deepseek_r1; needs vLLM. null is as for `tool_parser`."""
+
+    @property
+    def has_parser(self) -> bool:
+        """True if replies are parsed by vLLM."""
+        return self.tool_parser is not None or self.reasoning_parser is not None
 
     @property
     def is_used(self) -> bool:
@@ -185,8 +198,8 @@ def environment_problems(
             " completions. Set it to null",
         )
     if config.kind == "class":
-        for key, value in (("command", config.command), ("python", config.python)):
-            if value:
+        for key in ("command", "python", "tool_parser", "reasoning_parser"):
+            if getattr(config, key):
                 yield Problem(
                     (f"environment.{key}", "environment.kind"),
                     f"environment.{key} is set, but environment.kind is class, which has no"

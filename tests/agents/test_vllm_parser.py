@@ -7,8 +7,10 @@ import importlib.util
 import pytest
 
 from nemo_like.agents.codec import ChatCodec
+from nemo_like.agents.vllm_parser import turn_parser
+from nemo_like.config.errors import ConfigError
+from nemo_like.config.rollout import EnvironmentConfig
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.generation.vllm_parser import turn_parser
 from tests.agents.scripted import END, TOOLS
 from tests.data.chat_templates import QWEN
 from tests.data.tiny_tokenizer import tiny_tokenizer
@@ -55,7 +57,8 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_are_parsed_and_those_that_are_cut_off_stay_text(name: str) -> None:
     encoder = ChatEncoder(tiny_tokenizer(QWEN))
-    codec = ChatCodec(encoder, turn_parser(encoder.tokenizer, name))
+    config = EnvironmentConfig(kind="program", tool_parser=name)
+    codec = ChatCodec(encoder, turn_parser(encoder.tokenizer, config))
     text = CALLS[name]
     reply = codec.reply(encoder.encode_continuation(f"{text}{END}"), TOOLS)
     [call] = reply["tool_calls"]
@@ -68,3 +71,49 @@ def test_calls_are_parsed_and_those_that_are_cut_off_stay_text(name: str) -> Non
     both = f"{text}\n{text[: first + 1]}"
     cut_reply = codec.reply(encoder.encode_continuation(f"{both}{END}"), TOOLS)
     assert cut_reply in (reply, {"role": "assistant", "content": both})
+
+
+def test_the_parser_that_is_used_without_vllm_returns_the_same() -> None:
+    encoder = ChatEncoder(tiny_tokenizer(QWEN))
+    config = EnvironmentConfig(kind="program", tool_parser="hermes")
+    codec = ChatCodec(encoder, turn_parser(encoder.tokenizer, config))
+    call = CALLS["hermes"]
+    for turn in (
+        call,
+        f"I add.\n{call}",
+        f"{call}\n{call}",
+        "plain",
+        call[:30],
+        f"{call}{call[:30]}",
+    ):
+        ids = encoder.encode_continuation(f"{turn}{END}")
+        replies = [each.reply(ids, TOOLS) for each in (ChatCodec(encoder), codec)]
+        for reply in replies:
+            reply["content"] = reply["content"].strip()
+        assert replies[0] == replies[1]
+
+
+def test_reasoning_is_parsed() -> None:
+    encoder = ChatEncoder(tiny_tokenizer(QWEN))
+    config = EnvironmentConfig(kind="program", tool_parser="hermes", reasoning_parser="granite")
+    codec = ChatCodec(encoder, turn_parser(encoder.tokenizer, config))
+    thought = "Here is my thought process: sum Here is my response: "
+    turn = f"{thought}{CALLS['hermes']}{END}"
+    reply = codec.reply(encoder.encode_continuation(turn), TOOLS)
+    assert reply["reasoning_content"].strip() == "sum"
+    assert len(reply["tool_calls"]) == 1
+
+
+def test_parsers_that_vllm_does_not_have_are_refused() -> None:
+    tokenizer = tiny_tokenizer(QWEN)
+    given = {
+        "tool_parser": EnvironmentConfig(kind="program", tool_parser="mine"),
+        "reasoning_parser": EnvironmentConfig(kind="program", reasoning_parser="mine"),
+    }
+    for key, config in given.items():
+        with pytest.raises(ConfigError, match=rf"environment\.{key} is 'mine', not one of .*qwen3"):
+            turn_parser(tokenizer, config)
+    # Its marks are tokens that this tokenizer does not have.
+    config = EnvironmentConfig(kind="program", tool_parser="deepseek_v3")
+    with pytest.raises(ConfigError, match=r"cannot be used with this tokenizer: .*DeepSeek"):
+        turn_parser(tokenizer, config)
