@@ -65,7 +65,7 @@ def _parser_type(tokenizer: PreTrainedTokenizerBase, config: EnvironmentConfig) 
     # vLLM's protocol of a tokenizer has names that the declared type lacks.
     any_tokenizer: Any = tokenizer
     try:
-        parser_type = ParserManager.get_parser(
+        parser_type: Any = ParserManager.get_parser(
             tool_parser_name=tool_parser,
             reasoning_parser_name=reasoning_parser,
             enable_auto_tools=tool_parser is not None,
