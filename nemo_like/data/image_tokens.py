@@ -83,44 +83,6 @@ def image_spans(
     )
 
 
-class Places(NamedTuple):
-    """Places of features in packed rows, int64 [F] each."""
-
-    positions: np.ndarray
-    """Ascending positions of image tokens in all rows together."""
-    features: np.ndarray
-    """The feature of each, counted over the unique images."""
-
-
-def place_features(
-    rows: Sequence[np.ndarray],
-    images: Sequence[Sequence[int]],
-    image_tokens: np.ndarray,
-    image_token: int,
-) -> Places:
-    """Return where the features of images go in packed rows.
-
-    `rows` are ids [L], `images` the indices of each row's images among the unique ones, which have
-    `image_tokens`, int64 [n]. Raises ValueError for a row with fewer image tokens than features.
-    """
-    ends = np.cumsum(image_tokens)
-    positions = [np.empty(0, np.int64)]
-    features = [np.empty(0, np.int64)]
-    start = 0
-    for row, (ids, used) in enumerate(zip(rows, images, strict=True)):
-        own = [np.arange(ends[image] - image_tokens[image], ends[image]) for image in used]
-        numbers = np.concatenate([np.empty(0, np.int64), *own])
-        found = np.flatnonzero(image_mask(ids, len(numbers), image_token))
-        if len(found) != len(numbers):
-            raise ValueError(
-                f"row {row} has {len(found)} image tokens for {len(numbers)} features of images"
-            )
-        positions.append(start + found)
-        features.append(numbers)
-        start += len(ids)
-    return Places(np.concatenate(positions), np.concatenate(features))
-
-
 def rope_positions(
     ids: np.ndarray, grids: np.ndarray, image_token: int, merge_size: int
 ) -> np.ndarray:

@@ -11,7 +11,6 @@ from nemo_like.data.image_tokens import (
     expand_images,
     image_mask,
     image_spans,
-    place_features,
     rope_positions,
     truncated,
 )
@@ -61,18 +60,6 @@ def test_a_sampled_image_token_is_a_token() -> None:
             image_spans(
                 np.array([1, 5, 5, 2, 5] if counts != [1, 2] else [5, 2, 5, 2, 5]), counts, 5
             )
-
-
-def test_features_of_unique_images_are_placed_in_every_row_that_has_them() -> None:
-    # Images of 2, 1 and 3 tokens; the last token of the last row was sampled.
-    rows = [np.array([1, 5, 5, 2, 5]), np.array([3]), np.array([5, 5, 5, 4, 5, 5, 5])]
-    places = place_features(rows, [[0, 1], [], [2, 0]], np.array([2, 1, 3]), IMAGE_TOKEN)
-    assert places.positions.tolist() == [1, 2, 4, 6, 7, 8, 10, 11]
-    assert places.features.tolist() == [0, 1, 2, 3, 4, 5, 0, 1]
-    empty = place_features([np.array([1, 5])], [[]], np.array([], dtype=np.int64), IMAGE_TOKEN)
-    assert empty.positions.tolist() == empty.features.tolist() == []
-    with pytest.raises(ValueError, match="row 1 has 2 image tokens for 3 features of images"):
-        place_features([rows[1], rows[0][:3]], [[], [1]], np.array([2, 3]), IMAGE_TOKEN)
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_like.data.image_tokens import place_features, rope_positions
+from nemo_like.data.image_tokens import image_mask, rope_positions
 from nemo_like.policy.dtensor.vision import VisionInputs, hidden_states, image_features, prepare
 from tests.vision import FAMILIES, IMAGE_TOKEN, tiny_vision_model, true_float64
 
@@ -56,6 +57,31 @@ def plain_loss(model: Any, rows: Rows, row: int, dtype: torch.dtype) -> Tensor:
     return F.cross_entropy(logits[:-1], ids[0, 1:], reduction="sum") / rows.num_trained
 
 
+def place_features(
+    rows: Sequence[np.ndarray],
+    images: Sequence[Sequence[int]],
+    image_tokens: np.ndarray,
+    image_token: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return positions of image tokens in packed rows and the feature of each, int64 [F] each.
+
+    Features are counted over the unique images, which have `image_tokens`, int64 [n].
+    """
+    ends = np.cumsum(image_tokens)
+    positions = [np.empty(0, np.int64)]
+    features = [np.empty(0, np.int64)]
+    start = 0
+    for ids, used in zip(rows, images, strict=True):
+        own = [np.arange(ends[image] - image_tokens[image], ends[image]) for image in used]
+        numbers = np.concatenate([np.empty(0, np.int64), *own])
+        found = np.flatnonzero(image_mask(ids, len(numbers), image_token))
+        assert len(found) == len(numbers)
+        positions.append(start + found)
+        features.append(numbers)
+        start += len(ids)
+    return np.concatenate(positions), np.concatenate(features)
+
+
 def packed_loss(
     model: Any, rows: Rows, dtype: torch.dtype, *, has_text_positions: bool = False
 ) -> Tensor:
@@ -65,12 +91,12 @@ def packed_loss(
     """
     lengths = np.array([len(ids) for ids in rows.ids])
     bounds = np.concatenate([[0], np.cumsum(lengths)])
-    places = place_features(rows.ids, IMAGES, np.array(COUNTS), IMAGE_TOKEN)
+    places, features = place_features(rows.ids, IMAGES, np.array(COUNTS), IMAGE_TOKEN)
     vision = VisionInputs(
         torch.cat(rows.patches).to(dtype),
         GRIDS,
-        torch.from_numpy(places.positions),
-        torch.from_numpy(places.features),
+        torch.from_numpy(places),
+        torch.from_numpy(features),
     )
     positions = [
         rope_positions(ids, GRIDS[images].numpy().reshape(-1, 3), IMAGE_TOKEN, 2)
