@@ -191,6 +191,10 @@ class Generator:
             with self._set.replacing(replica):
                 replica.cancel(cancelled)
 
+    def add_discarded(self, num_tokens: int) -> None:
+        """Count tokens of completions that `collect` has returned, and that are not used."""
+        self._num_discarded_tokens += num_tokens
+
     def generate(
         self,
         prompt_ids: Jagged,
