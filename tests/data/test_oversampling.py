@@ -65,9 +65,7 @@ def cases(draw: st.DrawFn) -> Case:
     if last_batch == "drop":
         batch_size = min(batch_size, num_rows - len(dropped))
     num_sampled = batch_size + draw(st.integers(1, 9))
-    return Case(
-        num_rows, batch_size, num_sampled, last_batch, dropped, draw(st.integers(0, 2**32))
-    )
+    return Case(num_rows, batch_size, num_sampled, last_batch, dropped, draw(st.integers(0, 2**32)))
 
 
 @settings(deadline=None)
