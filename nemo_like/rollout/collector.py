@@ -252,7 +252,7 @@ class RolloutCollector:
             return job
         for index, row in enumerate(job.rows):
             self._jobs[row.episode] = (job, index)
-        self._episodes.start(job.rows, sampling, max_total_length)
+        self._episodes.start(job.rows, sampling, max_total_length, job.lengths)
         return job
 
     def advance(self) -> None:

@@ -297,7 +297,7 @@ class RolloutPipeline:
     ) -> RolloutJob:
         group_size = self._config.grpo.num_generations_per_prompt
         lengths = None
-        if self._selector is not None and self._config.grpo.max_staleness == 0:
+        if self._selector is not None:
             lengths = self._selector.lengths(self._loader.batch_rows)
         num_wanted = None
         if isinstance(self._loader, OversamplingLoader):
