@@ -156,4 +156,7 @@ def test_the_number_of_sampled_prompts_is_rounded_up(
 ) -> None:
     options = [f"grpo.num_prompts_per_step={num}", f"grpo.oversampling_factor={factor}"]
     options.append("policy.train_global_batch_size=4")
-    assert recipe.grpo(*options).grpo.num_sampled_prompts == expected
+    config = recipe.grpo(*options)
+    assert config.grpo.num_sampled_prompts == expected
+    line = f"oversampling: {expected} prompts per step, the first {num} to end are trained"
+    assert line in config.needs.batch.lines
