@@ -84,6 +84,7 @@ def main() -> None:
     parser.add_argument("--model", default="runs/demo_sft/hf")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--variants", type=int, nargs="+", default=[*range(len(VARIANTS))])
     parser.add_argument("--folder", type=Path, default=Path("runs/prompt_selection"))
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +93,8 @@ def main() -> None:
     paths = [arguments.folder / f"{name}.jsonl" for name in ("train", "validation")]
     write_rows(Path("runs/demo/grpo_train.jsonl"), *paths, np.random.default_rng(0))
     options += [f"data.{path.stem}_path={path}" for path in paths]
-    for number, (variant, changes) in enumerate(VARIANTS.items()):
+    for number in arguments.variants:
+        variant, changes = [*VARIANTS.items()][number]
         results = []
         for seed in arguments.seeds:
             run = [*options, *changes, f"seed={seed}", f"run_name=variant_{number}_seed_{seed}"]
