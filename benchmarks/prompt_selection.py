@@ -90,9 +90,10 @@ def main() -> None:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     options = [*OPTIONS, f"grpo.max_num_steps={arguments.steps}"]
     options += [f"policy.model_name={arguments.model}", f"output_dir={arguments.folder}"]
-    paths = [arguments.folder / f"{name}.jsonl" for name in ("train", "validation")]
-    write_rows(Path("runs/demo/grpo_train.jsonl"), *paths, np.random.default_rng(0))
-    options += [f"data.{path.stem}_path={path}" for path in paths]
+    train, validation = (arguments.folder / f"{name}.jsonl" for name in ("train", "validation"))
+    source = Path("runs/demo/grpo_train.jsonl")
+    write_rows(source, train, validation, np.random.default_rng(0))
+    options += [f"data.train_path={train}", f"data.validation_path={validation}"]
     for number in arguments.variants:
         variant, changes = [*VARIANTS.items()][number]
         results = []

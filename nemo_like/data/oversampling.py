@@ -109,6 +109,7 @@ class OversamplingLoader(RowLoader[Out]):
 
     def __next__(self) -> list[Out]:
         before = self.order.copy(), self.deferred, self.selector
+        batch: list[Out] = []
         try:
             for num_epochs in range(_MAX_EPOCHS):
                 if num_epochs == _MAX_EPOCHS - 1:

@@ -406,7 +406,7 @@ class Generator:
             lengths = np.array([self._lengths[unit[0]] for unit in units])
         plan = plan_rollout(np.array(costs, dtype=np.int64), outstanding, lengths)
         for unit in plan.order.tolist():
-            replica = plan.replica_of_unit[unit]
+            replica = int(plan.replica_of_unit[unit])
             ids[replica].extend(units[unit])
             outstanding[replica] += costs[unit]
 
