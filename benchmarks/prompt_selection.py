@@ -26,8 +26,9 @@ VALIDATION_FACTOR = 4
 """Validation rows for each of them: with 256 the standard error of an accuracy is at most 0.03."""
 GROUP = 8
 OPTIONS = (
-    "cluster.backend=local", "cluster.workers_per_node=1", "checkpointing.enabled=false",
-    "checkpointing.export_hf=false", "policy.parity_check=false", "logger.save_rollouts=false",
+    "cluster.backend=local", "cluster.workers_per_node=1", "cluster.cpus_per_worker=1",
+    "checkpointing.enabled=false", "checkpointing.export_hf=false", "policy.parity_check=false",
+    "logger.save_rollouts=false",
     "grpo.val_at_start=true", "grpo.val_period=0", "policy.generation.max_new_tokens=64",
     "grpo.num_prompts_per_step=8", f"grpo.num_generations_per_prompt={GROUP}",
     "policy.optimizer.lr=2e-4", "policy.train_global_batch_size=64",
