@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -211,36 +212,56 @@ class LimitedWorker(VLLMGenerationWorker):
             self._engine.add_request(str(request_id), vllm_prompt(requests.prompt_ids[row]), params)
 
 
-def measured(epoch: Epoch, collector: RolloutCollector, encoder: ChatEncoder, limit: int) -> Sample:
-    """Return the rollout of a step."""
-    prompts = []
-    for index in range(len(epoch.lengths)):
-        token_ids = encoder.encode_prompt([{"role": "user", "content": f"{index}+{index}"}])
-        prompts.append(Prompt(token_ids=token_ids, text=str(index), answer=None))
+def cpu_s(pid: int) -> float:
+    """Return the CPU seconds of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class Measurement:
+    """Samples the steps of an epoch with the replicas."""
+
+    def __init__(
+        self, epoch: Epoch, collector: RolloutCollector, encoder: ChatEncoder, limit: int
+    ) -> None:
+        self._lengths = epoch.lengths
+        self._collector = collector
+        self._limit = limit
+        self.busiest_s = 0.0
+        """CPU seconds of the replica that needed most in each step, summed over the steps."""
+        self._prompts = []
+        for index in range(len(epoch.lengths)):
+            token_ids = encoder.encode_prompt([{"role": "user", "content": f"{index}+{index}"}])
+            self._prompts.append(Prompt(token_ids=token_ids, text=str(index), answer=None))
+
+    def _cpu_s(self) -> np.ndarray:
+        """Return the CPU seconds of each replica until now, float64 [R]."""
+        replicas = self._collector.generator.replicas
+        return np.array([cpu_s(each.group.locations[0].pid) for each in replicas])
 
     def sample(
-        rows: list[int], predicted: np.ndarray | None, num_wanted: int
+        self, rows: list[int], predicted: np.ndarray | None, num_wanted: int
     ) -> tuple[list[int], float]:
-        lengths = epoch.lengths[rows].reshape(-1)
-        start = time.perf_counter()
-        job = collector.start(
-            [prompts[row] for row in rows],
-            group_size=epoch.lengths.shape[1],
-            sampling=SamplingParams(max_new_tokens=limit),
-            max_total_length=2 * limit,
+        """See `Sample`; the time is in seconds."""
+        lengths = self._lengths[rows].reshape(-1)
+        start, before = time.perf_counter(), self._cpu_s()
+        job = self._collector.start(
+            [self._prompts[row] for row in rows],
+            group_size=self._lengths.shape[1],
+            sampling=SamplingParams(max_new_tokens=self._limit),
+            max_total_length=2 * self._limit,
             seeds=(lengths + SEED_UNIT * np.arange(len(lengths))).astype(np.uint64),
             lengths=predicted,
             num_wanted=num_wanted,
         )
         while not job.is_done:
-            collector.advance()
+            self._collector.advance()
         seconds = time.perf_counter() - start
+        self.busiest_s += float((self._cpu_s() - before).max())
         kept = list(range(len(rows))) if job.kept is None else job.kept
         found = [row.num_model_tokens for row in job.rows]
-        assert found == epoch.lengths[rows][kept].reshape(-1).tolist(), "the limits were kept"
+        assert found == self._lengths[rows][kept].reshape(-1).tolist(), "the limits were kept"
         return kept, seconds
-
-    return sample
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -274,27 +295,30 @@ def measure(args: argparse.Namespace) -> None:
         generator = Generator(started, 2)
         collector = RolloutCollector(generator, None, encoder.tokenizer)
         warmup = Epoch(np.full((8, args.group), 16), np.full(8, 16.0))
-        measured(warmup, collector, encoder, args.limit)(list(range(8)), None, 8)
+        Measurement(warmup, collector, encoder, args.limit).sample(list(range(8)), None, 8)
         generator.pop_metrics(1.0)
-        print("| round | mode | s | steps | tokens | discarded | busy share | load |", flush=True)
-        print("|---" * 8 + "|")
-        times: dict[str, float] = dict.fromkeys(MODES, 0.0)
-        for number in range(args.rounds):
-            epoch = draw_epoch(args, args.prompts * NUM_STEPS, (args.first + number, 2))
-            sample = measured(epoch, collector, encoder, args.limit)
+        print("| round | mode | s | busiest replica CPU s | busy share | discarded | load |")
+        print("|---" * 7 + "|", flush=True)
+        seconds = dict.fromkeys(MODES, 0.0)
+        cpu_seconds = dict.fromkeys(MODES, 0.0)
+        for number in range(args.first, args.first + args.rounds):
+            epoch = draw_epoch(args, args.prompts * NUM_STEPS, (number, 2))
             # Another mode is first in each round.
             modes = [*MODES][number % len(MODES) :] + [*MODES][: number % len(MODES)]
             for mode in modes:
-                seconds = run_epoch(epoch, mode, args.prompts, args.first + number, sample)
-                times[mode] += seconds
-                counts = metric_values(generator.pop_metrics(seconds))
-                busy = counts["timing/generator_busy_s"] / seconds
-                load = Path("/proc/loadavg").read_text().split()[0]
-                cells = f"{seconds:.1f} | {NUM_STEPS} | {epoch.lengths.sum()}"
-                cells += f" | {counts['generation/num_discarded_tokens']:.0f} | {busy:.2f} | {load}"
+                measurement = Measurement(epoch, collector, encoder, args.limit)
+                took = run_epoch(epoch, mode, args.prompts, number, measurement.sample)
+                seconds[mode] += took
+                cpu_seconds[mode] += measurement.busiest_s
+                counts = metric_values(generator.pop_metrics(took))
+                busy = counts["timing/generator_busy_s"] / took
+                discarded = counts["generation/num_discarded_tokens"] / epoch.lengths.sum()
+                cells = f"{took:.1f} | {measurement.busiest_s:.1f} | {busy:.2f}"
+                cells += f" | {discarded:.2f} | {os.getloadavg()[0]:.1f}"
                 print(f"| {number} | {mode} | {cells} |", flush=True)
         for mode in MODES:
-            print(f"first come / {mode}: {times['first come'] / times[mode]:.2f}")
+            ratios = [each["first come"] / each[mode] for each in (seconds, cpu_seconds)]
+            print(f"first come / {mode}: {ratios[0]:.2f} in s, {ratios[1]:.2f} in CPU s")
 
 
 def main() -> None:
