@@ -17,8 +17,9 @@ same lengths, and trains each prompt of the epoch once in the same number of ste
 Simulated: a replica decodes `--slots` completions at a time, one token each per step of constant
 time, and begins the next completion as soon as one ends. No speed of an engine is in these figures.
 
-Measured: a model of the size of the demo's samples each completion up to its own limit, without an
-end token, with at most `--slots` completions of a replica at a time. The modes take turns in one
+Measured: a random model samples each completion up to its own limit, without an end token, with at
+most `--slots` completions of a replica at a time. It has the size of the demo's unless `--layers`
+and `--hidden-size` are set. The modes take turns in one
 process. The time is that of rollouts alone, without rewards, training and weight updates.
 """
 
@@ -35,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import LlamaForCausalLM
 
 from nemo_like.config.rollout import VLLMGenerationConfig
 from nemo_like.config.schema import ClusterConfig
@@ -266,9 +268,13 @@ class Measurement:
 
 def measure(args: argparse.Namespace) -> None:
     """Print a line per epoch, and the ratios of the sums of seconds."""
-    model = build_model(0)
-    model.config.max_position_embeddings = 2 * args.limit
-    model.save_pretrained(args.folder)
+    config = build_model(0).config
+    config.max_position_embeddings = 2 * args.limit
+    config.num_hidden_layers = args.layers
+    config.hidden_size, config.intermediate_size = args.hidden_size, 3 * args.hidden_size
+    # Heads of the same size as in the demo.
+    config.num_attention_heads = config.num_key_value_heads = args.hidden_size // 64
+    LlamaForCausalLM(config).save_pretrained(args.folder)
     encoder = ChatEncoder(build_tokenizer())
     encoder.tokenizer.save_pretrained(args.folder)
     vllm = {
@@ -327,6 +333,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="measure; for the model")
     parser.add_argument("--rounds", type=int, default=3, help="epochs, each with other lengths")
     parser.add_argument("--first", type=int, default=0, help="number of the first measured epoch")
+    parser.add_argument("--layers", type=int, default=2, help="of the model that is measured")
+    parser.add_argument("--hidden-size", type=int, default=128, help="a multiple of 64")
     parser.add_argument("--noise", type=float, default=0.3, help="of the predicted lengths")
     parser.add_argument("--spread", type=float, default=0.5, help="of the lengths of a group")
     parser.add_argument("--lengths", type=Path, help="CSV file; None: log-normal")
