@@ -24,6 +24,8 @@ Out = TypeVar("Out")
 LastBatch = Literal["keep", "drop"]
 _SELECTION = "selection"
 """Key of the state of the selector in a position."""
+DEFERRED = "deferred"
+"""Key of the rows in a position that wait for a later batch; see `data.oversampling`."""
 
 logger = logging.getLogger(__name__)
 
@@ -328,6 +330,13 @@ class RowLoader(BatchLoader[Out]):
             raise ConfigError(
                 "resume: the checkpoint was written with another data.batching.kind than fixed, so"
                 " rows wait for their step; resume with that kind, or start a new run"
+            )
+        num_deferred = len(state.get(DEFERRED, {"rows": ()})["rows"])
+        if num_deferred:
+            raise ConfigError(
+                f"resume: {num_deferred} prompts of the checkpoint wait for a later step, as it was"
+                " written with grpo.oversampling_factor above 1; resume with a factor above 1, or"
+                " start a new run"
             )
         is_same = self.order.load_state_dict(state, allow_changed_rows=allow_changed_rows)
         if self.selector is not None and _SELECTION in state:

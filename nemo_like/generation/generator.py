@@ -65,7 +65,7 @@ class Generator:
         self._last_replica: dict[int, Replica] = {}
         """By episode: the replica that computed its last request with the current weights."""
         self._lengths: dict[int, float] = {}
-        """Predicted tokens of the completions of requests of this rollout."""
+        """Predicted tokens of the completions of unfinished requests."""
         self._waiting: list[int] = []
         """Unfinished requests that no replica has, without those that a replica just lost."""
         self._num_requests = 0
@@ -135,6 +135,7 @@ class Generator:
             sampling,
             max_total_length,
             images if any(images) else (),
+            has_order=lengths is not None,
         )
         check_room(requests)
         self._num_requests += len(requests)
@@ -167,7 +168,7 @@ class Generator:
         for progress in results:
             ids = progress.request_ids.tolist()
             # Some were cancelled after they had finished.
-            rows = [row for row, each in enumerate(ids) if self._requests.pop(each, None)]
+            rows = [row for row, each in enumerate(ids) if self._forget(each)]
             finished += [ids[row] for row in rows]
             completions = progress.completions
             self._num_discarded_tokens += progress.num_cancelled_tokens
@@ -184,12 +185,16 @@ class Generator:
         Ids of requests that `collect` has returned are ignored.
         """
         self._requeue_lost()
-        cancelled = [each for each in request_ids if self._requests.pop(each, None)]
+        cancelled = [each for each in request_ids if self._forget(each)]
         self._num_cancelled += len(cancelled)
         self._waiting = [each for each in self._waiting if each in self._requests]
         for replica in self.live_replicas:
             with self._set.replacing(replica):
                 replica.cancel(cancelled)
+
+    def add_discarded(self, num_tokens: int) -> None:
+        """Count tokens of completions that `collect` has returned, and that are not used."""
+        self._num_discarded_tokens += num_tokens
 
     def generate(
         self,
@@ -230,7 +235,6 @@ class Generator:
     def start_rollout(self) -> None:
         """Make the next requests independent of earlier ones; see `GenerationWorkerProtocol`."""
         self._forget_episodes()
-        self._lengths = {}
         for replica in self.live_replicas:
             if not replica.costs:
                 with self._set.replacing(replica):
@@ -378,19 +382,33 @@ class Generator:
         outstanding = np.array([replica.cost for replica in ready], dtype=np.int64)
         waiting = self._place_episodes(ready, ids, outstanding)
         self._waiting = []
+        # Call by call, as those of an earlier step are needed first.
+        for _, request_ids, _ in self._by_call(waiting):
+            self._plan(request_ids, ids, outstanding)
+        for replica, request_ids in zip(ready, ids, strict=True):
+            self._send(replica, request_ids)
+
+    def _plan(
+        self, waiting: Sequence[int], ids: Sequence[list[int]], outstanding: np.ndarray
+    ) -> None:
+        """Add requests of one call to `ids`, by replica, in the order of `plan_rollout`.
+
+        `outstanding` int64 [R] has the outstanding tokens of the R replicas and is updated.
+        """
         units = self._units(waiting)
-        if len(units) < len(ready):
+        if len(units) < len(ids):
             units = [[request_id] for request_id in waiting]
         costs = []
         for unit in units:
             costs.append(sum(self._cost(request_id) for request_id in unit))
         lengths = None
-        if waiting and all(request_id in self._lengths for request_id in waiting):
+        if all(request_id in self._lengths for request_id in waiting):
             lengths = np.array([self._lengths[unit[0]] for unit in units])
         plan = plan_rollout(np.array(costs, dtype=np.int64), outstanding, lengths)
-        for index, (replica, request_ids) in enumerate(zip(ready, ids, strict=True)):
-            planned = [each for unit in plan.units_of(index) for each in units[unit]]
-            self._send(replica, request_ids + planned)
+        for unit in plan.order.tolist():
+            replica = int(plan.replica_of_unit[unit])
+            ids[replica].extend(units[unit])
+            outstanding[replica] += costs[unit]
 
     def _place_episodes(
         self, ready: Sequence[Replica], ids: Sequence[list[int]], outstanding: np.ndarray
@@ -445,7 +463,7 @@ class Generator:
         """Send requests to a replica; they wait again if it has failed."""
         for requests, ids, rows in self._by_call(request_ids):
             with self._set.replacing(replica):
-                replica.submit(requests.take(rows))
+                replica.submit(requests.take(rows), [self._cost(each) for each in ids])
                 for request_id in ids:
                     episode = self._requests[request_id][2]
                     if episode is not None:
@@ -470,6 +488,11 @@ class Generator:
             ids.append(request_id)
             rows.append(row)
         yield from by_call.values()
+
+    def _forget(self, request_id: int) -> bool:
+        """Remove a request that has ended or is cancelled; return whether it was unfinished."""
+        self._lengths.pop(request_id, None)
+        return self._requests.pop(request_id, None) is not None
 
     def _cost(self, request_id: int) -> int:
         """Return the predicted number of tokens of a request, prompt included, or else the max."""

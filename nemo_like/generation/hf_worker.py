@@ -117,8 +117,10 @@ class HFGenerationWorker:
     def submit(self, requests: GenerationRequests) -> None:
         """See `GenerationWorkerProtocol.submit`."""
         check_room(requests)
-        # Prompts of similar length are decoded together, which needs little padding.
-        order = np.argsort(requests.prompt_ids.lengths, kind="stable")
+        order = np.arange(len(requests))
+        if not requests.has_order:
+            # Prompts of similar length are decoded together, which needs little padding.
+            order = np.argsort(requests.prompt_ids.lengths, kind="stable")
         for start in range(0, len(order), self.batch_size):
             self.queue.append(requests.take(order[start : start + self.batch_size]))
 

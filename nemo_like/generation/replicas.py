@@ -66,7 +66,7 @@ class Replica:
     has_weights: bool
     """True if its weights have the generator's version; requests are sent to it then."""
     costs: dict[int, int] = field(default_factory=dict)
-    """Unfinished requests: id to the max number of tokens it may still need."""
+    """Unfinished requests: id to the number of tokens that it was expected to need."""
     busy_s: float = 0.0
     """Seconds of decoding since the last `Generator.pop_metrics`."""
     num_tokens: int = 0
@@ -86,17 +86,16 @@ class Replica:
 
     @property
     def cost(self) -> int:
-        """Max tokens of all unfinished requests."""
+        """Expected tokens of all unfinished requests."""
         return sum(self.costs.values())
 
     def start(self, method: Callable[..., None], *args: Any) -> None:
         """Start a call without a result; `read_poll` and `check` raise its failure."""
         self.started.append(submit_all(self.group, method, *args))
 
-    def submit(self, requests: GenerationRequests) -> None:
-        """Add requests. Returns at once."""
+    def submit(self, requests: GenerationRequests, costs: Sequence[int]) -> None:
+        """Add requests with the tokens that each may need. Returns at once."""
         self.start(GenerationWorkerProtocol.submit, requests)
-        costs = (requests.prompt_ids.lengths + requests.max_new_tokens()).tolist()
         self.costs |= dict(zip(requests.request_ids.tolist(), costs, strict=True))
 
     def cancel(self, request_ids: Sequence[int]) -> None:

@@ -76,6 +76,8 @@ class GenerationRequests:
     """Max tokens of prompt and completion together."""
     images: Sequence[Sequence[RowImage]] = ()
     """N entries, the images of each prompt, whose ids have all tokens of them; or none."""
+    has_order: bool = False
+    """Decode those in front first, as by predicted lengths; else in any order."""
 
     def __len__(self) -> int:
         """Number of requests, N."""
@@ -91,6 +93,7 @@ class GenerationRequests:
             self.sampling,
             self.max_total_length,
             [self.images[row] for row in rows.tolist()] if self.images else (),
+            self.has_order,
         )
 
     def joined(self, other: GenerationRequests) -> GenerationRequests | None:
@@ -105,6 +108,7 @@ class GenerationRequests:
             self.sampling,
             self.max_total_length,
             [*self.images_of_rows, *other.images_of_rows] if self.images or other.images else (),
+            self.has_order,
         )
 
     @property

@@ -55,6 +55,11 @@ class RolloutJob:
     """Jobs of the same step, which count for the share of rows with a problem."""
     lengths: np.ndarray | None = None
     """Predicted tokens of the completion of each row, float [B]; None without a prediction."""
+    num_wanted: int | None = None
+    """The job ends with the first so many groups whose completions have all ended, and the others
+    are cancelled; None: with all groups."""
+    kept: list[int] | None = None
+    """Indices of the prompts of these groups, increasing; None before, and without `num_wanted`."""
     scored_rows: list[int] = field(default_factory=list)
     """Rows that are complete with their reward, in the order in which they got it."""
     started_s: float = field(default_factory=time.monotonic)
@@ -65,12 +70,29 @@ class RolloutJob:
 
     def __post_init__(self) -> None:
         self.rewards = np.zeros(len(self.prompts))
+        self._num_ended_of_group: Counter[int] = Counter()
 
-    def add_ended(self) -> None:
-        """Count a row whose last turn has ended."""
+    def add_ended(self, row: int) -> list[int]:
+        """Count a row whose last turn has ended; return the rows of which no more is needed.
+
+        They are those of the groups without a place, at the end of the last group with one.
+        """
         self.num_ended += 1
+        group_size = self.group_size
+        sizes = self._num_ended_of_group
+        sizes[row // group_size] += 1
         if self.num_ended == len(self.prompts):
             self.generation_s = time.monotonic() - self.started_s
+        if self.num_wanted is None or sizes[row // group_size] < group_size:
+            return []
+        complete = sorted(group for group, size in sizes.items() if size == group_size)
+        if len(complete) < self.num_wanted:
+            return []
+        self.kept = complete
+        self.generation_s = time.monotonic() - self.started_s
+        kept = set(complete)
+        self.scored_rows = [each for each in self.scored_rows if each // group_size in kept]
+        return [each for each in range(len(self.prompts)) if each // group_size not in kept]
 
     def add_component(self, name: str, row: int, value: float) -> None:
         """Set a component of the reward of a row; it is 0 in rows without it."""
@@ -82,6 +104,22 @@ class RolloutJob:
         self.scored_rows.append(row)
         if self.is_done:
             self.reward_s = time.monotonic() - self.started_s - self.generation_s
+            if self.kept is not None:
+                self._leave_out_cancelled(self.kept)
+
+    def _leave_out_cancelled(self, kept: Sequence[int]) -> None:
+        """Keep the rows of the groups `kept` only, which have all their rewards."""
+        starts = np.array(kept, dtype=np.int64)[:, None] * self.group_size
+        rows = (starts + np.arange(self.group_size)).reshape(-1)
+        place = {row: index for index, row in enumerate(rows.tolist())}
+        self.prompts = [self.prompts[row] for row in place]
+        self.rows = [self.rows[row] for row in place]
+        self.rewards = self.rewards[rows]
+        self.components = {name: values[rows] for name, values in self.components.items()}
+        problems = self.reward_problems.items()
+        self.reward_problems = {place[row]: each for row, each in problems if row in place}
+        self.dropped_rows = {place[row] for row in self.dropped_rows if row in place}
+        self.scored_rows = [place[row] for row in self.scored_rows]
 
     def add_problem(
         self,
@@ -107,8 +145,14 @@ class RolloutJob:
 
     @property
     def is_done(self) -> bool:
-        """True if every completion has the rewards of functions and environment."""
-        return len(self.scored_rows) == len(self.prompts)
+        """True if every completion has the rewards of functions and environment.
+
+        With `num_wanted` every completion of the groups that are kept.
+        """
+        if self.num_wanted is None:
+            return len(self.scored_rows) == len(self.prompts)
+        num_rows = self.num_wanted * self.group_size
+        return self.kept is not None and len(self.scored_rows) == num_rows
 
     def result(self) -> Rollout:
         """Return the rollout, in the order of the prompts."""
@@ -168,20 +212,29 @@ class RolloutCollector:
         seeds: np.ndarray,
         earlier: Sequence[RolloutJob] = (),
         lengths: np.ndarray | None = None,
+        num_wanted: int | None = None,
     ) -> RolloutJob:
         """Request `group_size` completions per prompt; `seeds` is uint64 [P x G].
 
         `earlier` are other jobs of the same step; see `RolloutJob.earlier`. `lengths` float [P] are
         the predicted tokens of a completion of each prompt, by which the replicas are assigned.
+        With `num_wanted` only the groups of so many prompts are kept, those that end first, and the
+        others are cancelled; not with an environment.
         Raises ConfigError for a prompt that leaves no room in a conversation of at most
         `max_total_length` tokens.
         """
+        assert num_wanted is None or self._episodes is None, "an episode cannot be cancelled"
         # Prompt-major: the completions of a prompt are consecutive rows.
         repeated: list[Prompt] = []
         for prompt in prompts:
             repeated += [prompt] * group_size
         job = RolloutJob(
-            repeated, group_size, sampling, max_total_length=max_total_length, earlier=earlier
+            repeated,
+            group_size,
+            sampling,
+            max_total_length=max_total_length,
+            earlier=earlier,
+            num_wanted=None if num_wanted == len(prompts) else num_wanted,
         )
         if lengths is not None:
             job.lengths = np.repeat(lengths, group_size)
@@ -199,7 +252,7 @@ class RolloutCollector:
             return job
         for index, row in enumerate(job.rows):
             self._jobs[row.episode] = (job, index)
-        self._episodes.start(job.rows, sampling, max_total_length)
+        self._episodes.start(job.rows, sampling, max_total_length, job.lengths)
         return job
 
     def advance(self) -> None:
@@ -307,15 +360,19 @@ class RolloutCollector:
     def _end_rows(self, request_ids: Sequence[int]) -> None:
         """Submit rows that ended for rewards of functions, if there are any."""
         for request_id in request_ids:
+            if request_id not in self._jobs:
+                # Its group was cancelled in this loop.
+                continue
             job, row = self._jobs[request_id]
             conversation = job.rows[row]
-            job.add_ended()
+            self._cancel(job, job.add_ended(row))
             job.rewards[row] = sum(conversation.rewards.values())
             for name, value in conversation.rewards.items():
                 job.add_component(name, row, value)
             if self._rewards is None:
                 del self._jobs[request_id]
                 job.add_scored(row)
+        request_ids = [each for each in request_ids if each in self._jobs]
         if self._rewards is not None and self._rewards.is_grouped:
             request_ids = self._complete_groups(request_ids)
         if self._rewards is None or not request_ids:
@@ -327,6 +384,21 @@ class RolloutCollector:
         # The workers decode.
         samples = [row.sample(has_text=False) for row in ended]
         self._rewards.submit(request_ids, samples, [row.last_turn for row in ended])
+
+    def _cancel(self, job: RolloutJob, rows: Sequence[int]) -> None:
+        """Discard rows of a job, whose completions and rewards are not needed."""
+        if not rows:
+            return
+        cancelled = set(rows)
+        jobs = self._jobs.items()
+        ids = [each for each, (owner, row) in jobs if owner is job and row in cancelled]
+        for request_id in ids:
+            del self._jobs[request_id]
+        self.generator.cancel(ids)
+        # Those that have ended; the replicas count the others.
+        self.generator.add_discarded(sum(job.rows[row].num_model_tokens for row in rows))
+        for row in rows:
+            self._incomplete.pop(job.rows[row].group, None)
 
     def _complete_groups(self, request_ids: Sequence[int]) -> list[int]:
         """Return the requests of the groups whose last rows are `request_ids`, in row order."""
@@ -345,6 +417,9 @@ class RolloutCollector:
             return
         for scored in self._rewards.collect(0.0):
             for position, request_id in enumerate(scored.keys):
+                if request_id not in self._jobs:
+                    # It was cancelled while its reward was computed.
+                    continue
                 job, row = self._jobs.pop(request_id)
                 # On top of the reward of the environment, if there is one.
                 job.rewards[row] += scored.rewards[position]

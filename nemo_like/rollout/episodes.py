@@ -87,10 +87,20 @@ class _Attempt:
     row: ConversationRow
     sampling: SamplingParams
     max_total_tokens: int
+    length: float | None = None
+    """Predicted tokens of all turns of the model; None without a prediction."""
     number: int = 0
     """Attempts before."""
     calls: dict[int, _Recorded] = field(default_factory=dict)
     """By number."""
+
+    @property
+    def num_left(self) -> float | None:
+        """Predicted tokens of the turns that are left, at least one; None without a prediction."""
+        if self.length is None:
+            return None
+        sampled = [each.token_ids for each in self.calls.values() if each.token_ids is not None]
+        return max(self.length - sum(map(len, sampled)), 1.0)
 
 
 class EpisodeDriver:
@@ -117,15 +127,26 @@ class EpisodeDriver:
         """Calls that wait until requests are submitted again."""
 
     def start(
-        self, rows: Sequence[ConversationRow], sampling: SamplingParams, max_total_tokens: int
+        self,
+        rows: Sequence[ConversationRow],
+        sampling: SamplingParams,
+        max_total_tokens: int,
+        lengths: np.ndarray | None = None,
     ) -> None:
         """Start an episode on each of `rows`, which consist of their prompts.
 
-        Raises ConfigError for a prompt that leaves no room in a conversation.
+        `lengths` float [B] are the predicted tokens of the model in each episode, by which replicas
+        are assigned; the longest begin first. Raises ConfigError for a prompt that leaves no room
+        in a conversation.
         """
         if not self.config.is_program:
             check_prompt_lengths([row.prompt for row in rows], max_total_tokens)
-        self._start([_Attempt(row, sampling, max_total_tokens) for row in rows])
+        attempts = [_Attempt(row, sampling, max_total_tokens) for row in rows]
+        if lengths is not None:
+            for attempt, length in zip(attempts, lengths.tolist(), strict=True):
+                attempt.length = length
+            attempts = [attempts[index] for index in np.argsort(-lengths, kind="stable")]
+        self._start(attempts)
 
     def add_completions(self, request_ids: Sequence[int], completions: Completions) -> None:
         """Answer the calls with these requests."""
@@ -206,7 +227,9 @@ class EpisodeDriver:
         self._held = []
         for (sampling, max_total_tokens), requests in groups.items():
             calls = []
-            rows = [self._attempts[each.episode].row for each in requests]
+            attempts = [self._attempts[each.episode] for each in requests]
+            rows = [attempt.row for attempt in attempts]
+            lengths = [attempt.num_left for attempt in attempts]
             for request in requests:
                 known = self._attempts[request.episode].calls
                 parent = None if request.parent is None else known[request.parent]
@@ -216,6 +239,7 @@ class EpisodeDriver:
                 Jagged.from_rows([call.prompt_ids for call in calls], np.int32),
                 np.array([request.seed for request in requests], dtype=np.uint64),
                 sampling,
+                lengths=None if None in lengths else np.array(lengths),
                 max_total_length=max_total_tokens,
                 affinity=[row.episode for row in rows],
                 images=[row.prompt.images for row in rows],

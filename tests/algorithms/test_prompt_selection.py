@@ -228,6 +228,17 @@ def test_lengths_are_predicted_from_the_last_visit() -> None:
     assert predicted is not None and predicted.tolist() == [20, 30, 25]
 
 
+def test_an_asynchronous_step_predicts_from_the_steps_that_its_start_could_wait_for() -> None:
+    selector = make_selector(lag=1)
+    found = []
+    for step in range(4):
+        selector.begin(step)
+        lengths = selector.lengths([7])
+        found.append(None if lengths is None else lengths.item())
+        selector.record(step, [(7, True, 10 * (step + 1))], 0)
+    assert found == [None, None, 10, 20]
+
+
 def test_a_loader_with_changed_rows_begins_without_history(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -380,15 +391,17 @@ def test_an_asynchronous_pipeline_resumes_with_the_same_prompts(recipe: Recipe) 
         "grpo.max_num_steps=16",
     )
 
-    def run_from(first: int, position: dict | None) -> tuple[dict, dict]:
+    def run_from(first: int, position: dict | None) -> tuple[dict, dict, dict]:
         loader = make_loader(prompt_selector(config), 11, batch_size=4, seed=1)
         if position is not None:
             assert loader.load_state_dict(position)
         rows: dict[int, list[int]] = {}
+        predicted: dict[int, list[float] | None] = {}
 
-        def start(prompts: list[int], **_: object) -> SimpleNamespace:
+        def start(prompts: list[int], lengths: np.ndarray | None, **_: object) -> SimpleNamespace:
             step = first + len(rows)
             rows[step] = prompts
+            predicted[step] = None if lengths is None else lengths.tolist()
             return SimpleNamespace(step=step, generation_s=0.0, reward_s=0.0)
 
         def finish(job: SimpleNamespace) -> Rollout:
@@ -408,14 +421,17 @@ def test_an_asynchronous_pipeline_resumes_with_the_same_prompts(recipe: Recipe) 
             taken = pipeline.take(step)
             assert WEIGHT in taken.rollout.batch
             positions[step] = json.loads(json.dumps(pipeline.position.state_dict()))
-        return rows, positions
+        return rows, predicted, positions
 
-    straight, positions = run_from(0, None)
+    straight, predicted, positions = run_from(0, None)
+    # Step 2 is the first that is chosen after the end of one.
+    assert [each is None for each in predicted.values()] == [True] * 2 + [False] * 14
     assert sum(map(len, straight.values())) < 16 * 4, "short batches at the end of epochs"
     assert any(position["epoch"] > 6 for position in positions.values()), "rows were skipped"
     for stop in (2, 7, 12):
-        resumed, later = run_from(stop + 1, positions[stop])
+        resumed, again, later = run_from(stop + 1, positions[stop])
         assert resumed == {step: straight[step] for step in range(stop + 1, 16)}
+        assert again == {step: predicted[step] for step in range(stop + 1, 16)}
         assert later[15] == positions[15]
 
 

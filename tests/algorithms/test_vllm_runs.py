@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from nemo_like.cli import main
+from tests.algorithms.test_grpo_options import rollout_of
 from tests.algorithms.test_runs import interrupt_at, read_metrics
 from tests.forked import Forked
 from tests.recipe import Recipe
@@ -55,6 +57,39 @@ def test_a_resumed_run_with_vllm_equals_a_straight_one_bit_for_bit(recipe: Recip
     assert read_metrics(run) == expected
     weights = [(each / "hf" / "model.safetensors").read_bytes() for each in (run, straight)]
     assert weights[0] == weights[1]
+
+
+def _run(command: list[str]) -> None:
+    assert main(command) == 0
+
+
+@pytest.mark.exhaustive
+def test_cancelled_prompts_are_trained_in_a_step_of_their_own(recipe: Recipe) -> None:
+    """12 prompts: two steps train 4 of 6 each, the third the 4 others."""
+    recipe.grpo()
+    command = [
+        *("grpo", "--config", str(recipe.folder / "grpo.yaml")),
+        "policy.generation.backend=vllm",
+        "policy.generation.vllm.kv_cache_gib=0.125",
+        "policy.generation.vllm.max_num_seqs=8",
+        "grpo.num_prompts_per_step=4",
+        "grpo.oversampling_factor=1.5",
+        "grpo.max_num_steps=3",
+        "grpo.val_at_start=false",
+        "data.validation_path=null",
+        "data.max_train_rows=12",
+    ]
+    threads = {"OMP_NUM_THREADS": "1"} if os.cpu_count() == 1 else {}
+    run = Forked(_run, command, folder=recipe.folder, variables=threads)
+    assert run.wait() == 0, run.output[-3000:] + run.errors[-3000:]
+    metrics = read_metrics(recipe.folder / "grpo")
+    assert [line["oversampling/num_deferred"] for line in metrics] == [2, 2, 0]
+    assert [line["oversampling/num_waiting"] for line in metrics] == [2, 4, 0]
+    assert sum(line["generation/num_discarded_tokens"] for line in metrics) > 0
+    sources = [
+        row["source"] for step in (1, 2, 3) for row in rollout_of(recipe.folder / "grpo", step)
+    ]
+    assert set(Counter(sources).values()) == {4} and len(set(sources)) == 12
 
 
 def _save_mixture(demo: Path, folder: Path) -> Path:

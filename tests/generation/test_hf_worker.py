@@ -536,3 +536,24 @@ def test_scores_are_the_log_probs_of_the_model(model_directory: Path) -> None:
         expected = logprobs.gather(-1, token_ids[1:, None]).squeeze(-1)
         assert scored[0] == 0
         np.testing.assert_allclose(scored[1:], expected.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize(("has_order", "expected"), [(False, [1, 3, 2, 0]), (True, [0, 1, 2, 3])])
+def test_batches_keep_an_order_by_predicted_lengths(
+    model_directory: Path, has_order: bool, expected: list[int]
+) -> None:
+    """Without one, prompts of similar length are decoded together."""
+    worker = _worker(model_directory, batch_size=2)
+    prompts = Jagged.from_rows([[5] * 9, [5], [5] * 4, [5] * 2], np.int32)
+    requests = GenerationRequests(
+        np.arange(4, dtype=np.int64),
+        prompts,
+        _seeds(4),
+        SamplingParams(max_new_tokens=3),
+        16,
+        has_order=has_order,
+    )
+    worker.submit(requests)
+    order = [each for batch in worker.queue for each in batch.request_ids.tolist()]
+    assert [len(batch) for batch in worker.queue] == [2, 2] and order == expected
+    assert all(batch.has_order == has_order for batch in worker.queue)

@@ -31,6 +31,8 @@ class Generator:
         self.num_requests = 0
         self.finished: list[int] = []
         self.awaited_calls: list[Any] = []
+        self.cancelled: list[int] = []
+        self.num_discarded = 0
 
     def start_rollout(self) -> None:
         pass
@@ -42,6 +44,12 @@ class Generator:
         self.num_requests += len(seeds)
         self.num_unfinished += len(seeds)
         return list(range(first, self.num_requests))
+
+    def cancel(self, request_ids: Sequence[int]) -> None:
+        self.cancelled += request_ids
+
+    def add_discarded(self, num_tokens: int) -> None:
+        self.num_discarded += num_tokens
 
     def collect(self, timeout_s: float, calls: Sequence[Any] = ()) -> tuple[list[int], Completions]:
         self.awaited_calls = list(calls)
@@ -170,3 +178,67 @@ def test_the_wait_for_completions_ends_with_a_call_of_the_reward_workers() -> No
     rewards.running_calls = ["a call"]
     collector.advance()
     assert generator.awaited_calls == ["a call"]
+
+
+@given(
+    num_groups=st.integers(2, 6),
+    size=st.integers(1, 4),
+    is_grouped=st.sampled_from([None, False, True]),
+    delays_rewards=st.booleans(),
+    data=st.data(),
+)
+def test_a_job_ends_with_the_groups_that_end_first(
+    num_groups: int, size: int, is_grouped: bool | None, delays_rewards: bool, data: st.DataObject
+) -> None:
+    """Without functions, with functions of completions and of groups, and with late rewards."""
+    num_wanted = data.draw(st.integers(1, num_groups - 1))
+    order = data.draw(st.permutations(range(num_groups * size)))
+    bounds = sorted(data.draw(st.sets(st.integers(1, len(order)))) | {0, len(order)})
+    generator = Generator()
+    rewards = None if is_grouped is None else Rewards(is_grouped)
+    tokenizer: Any = SimpleNamespace()
+    collector = RolloutCollector(generator, rewards, tokenizer)  # type: ignore[arg-type]
+    prompts = [
+        Prompt(token_ids=np.array([1], dtype=np.int32), text=str(each), answer=None)
+        for each in range(num_groups)
+    ]
+    job = collector.start(
+        prompts,
+        group_size=size,
+        sampling=SAMPLING,
+        max_total_length=8,
+        seeds=np.arange(num_groups * size, dtype=np.uint64),
+        num_wanted=num_wanted,
+    )
+    # By hand: a group ends with its last completion.
+    ends = np.argsort(order).reshape(num_groups, size).max(axis=1).tolist()
+    kept = sorted(sorted(range(num_groups), key=ends.__getitem__)[:num_wanted])
+    last = max(ends[group] for group in kept)
+    held: list[ScoredSamples] = []
+    num_returned = 0
+    for start, stop in pairwise(bounds):
+        if rewards is not None and delays_rewards:
+            held += rewards.collect(0.0)
+        generator.finished = [each for each in order[start:stop] if each not in generator.cancelled]
+        num_returned += len(generator.finished)
+        if job.kept is not None and not held:
+            break
+        collector.advance()
+        assert job.kept == (kept if stop > last else None)
+    if rewards is not None:
+        rewards._scored += held
+        collector.advance()
+    assert job.is_done and job.kept == kept
+    rows = [row for group in kept for row in range(group * size, (group + 1) * size)]
+    assert [row.prompt.text for row in job.rows] == [str(row // size) for row in rows]
+    assert [row.last_turn.tolist() for row in job.rows] == [[row] for row in rows]
+    assert job.rewards.tolist() == (rows if rewards is not None else [0] * len(rows))
+    assert sorted(job.scored_rows) == list(range(len(rows)))
+    rollout = job.result()
+    assert rollout.batch["group"].tolist() == np.repeat(range(num_wanted), size).tolist()
+    others = set(range(num_groups * size)) - set(rows)
+    ended = set(order[: next(stop for stop in bounds if stop > last)]) & others
+    assert generator.num_discarded == len(ended), "one token each"
+    assert set(generator.cancelled) >= others - ended
+    assert not set(generator.cancelled) & set(rows)
+    assert not collector._jobs and not collector._incomplete

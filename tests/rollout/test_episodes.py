@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from nemo_like.agents.statuses import Status
+from nemo_like.agents.statuses import Status, attempt_seed
 from nemo_like.agents.worker import AgentWorker
 from nemo_like.agents.workers import AgentWorkers
 from nemo_like.config.rollout import EnvironmentConfig, RewardConfig
@@ -91,7 +91,9 @@ def collector(generator: Generator) -> Iterator[RolloutCollector]:
         yield opened
 
 
-def rollout_of(collector: RolloutCollector, *does: str, group_size: int = 1) -> Rollout:
+def rollout_of(
+    collector: RolloutCollector, *does: str, group_size: int = 1, lengths: np.ndarray | None = None
+) -> Rollout:
     encoder = ChatEncoder(build_tokenizer())
     prompts = []
     for do in does:
@@ -105,10 +107,44 @@ def rollout_of(collector: RolloutCollector, *does: str, group_size: int = 1) -> 
         sampling=SamplingParams(max_new_tokens=6),
         max_total_length=MAX_TOKENS,
         seeds=np.arange(len(does) * group_size, dtype=np.uint64),
+        lengths=lengths,
     )
     while not job.is_done:
         collector.advance()
     return job.result()
+
+
+def test_replicas_are_assigned_by_the_predicted_tokens_that_an_episode_has_left(
+    collector: RolloutCollector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three episodes of three turns each; the second is predicted to be the longest."""
+    submit = collector.generator.submit
+    found: dict[int, list[float]] = {}
+    started: list[int] = []
+
+    def logged(*args: Any, **kwargs: Any) -> list[int]:
+        for episode, length in zip(kwargs["affinity"], kwargs["lengths"], strict=True):
+            found.setdefault(episode, []).append(length)
+        return submit(*args, **kwargs)
+
+    start = collector._episodes.workers.start  # type: ignore[union-attr]
+
+    def logged_start(starts: list[Any]) -> None:
+        started.extend(each.seed for each in starts)
+        start(starts)
+
+    monkeypatch.setattr(collector.generator, "submit", logged)
+    monkeypatch.setattr(collector._episodes.workers, "start", logged_start)  # type: ignore[union-attr]
+    predicted = [10.0, 500.0, 40.0]
+    rollout = rollout_of(collector, *["converse"] * 3, lengths=np.array(predicted))
+    monkeypatch.undo()
+    seeds = [attempt_seed(row.seed, 0) for row in rollout.conversations]
+    assert started == [seeds[1], seeds[2], seeds[0]]
+    for row, length in zip(rollout.conversations, predicted, strict=True):
+        sizes = [len(turn) for turn in row.segments[1::2]]
+        assert len(sizes) == 3
+        left = [length, length - sizes[0], length - sizes[0] - sizes[1]]
+        assert found[row.episode] == [max(each, 1.0) for each in left]
 
 
 def test_rows_are_what_the_generator_has_sampled(collector: RolloutCollector) -> None:

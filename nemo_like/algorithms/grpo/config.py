@@ -9,7 +9,11 @@ from functools import cached_property
 from typing import Annotated, ClassVar, Literal
 
 from nemo_like.algorithms.grpo.advantage_config import AdvantageConfig
-from nemo_like.algorithms.grpo.sampling_config import DynamicSamplingConfig, PromptSelectionConfig
+from nemo_like.algorithms.grpo.sampling_config import (
+    DynamicSamplingConfig,
+    PromptSelectionConfig,
+    oversampling_problems,
+)
 from nemo_like.config.check import batching_section
 from nemo_like.config.constraints import Ge, Gt, Le
 from nemo_like.config.errors import Problem, counted, either, quotient
@@ -68,6 +72,10 @@ class GrpoConfig:
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     prompt_selection: PromptSelectionConfig = field(default_factory=PromptSelectionConfig)
+    oversampling_factor: Annotated[float, Ge(1), Le(4)] = 1.0
+    """Sample so many times `num_prompts_per_step` prompts, train on the first
+    `num_prompts_per_step` whose completions have all ended, and cancel the others. Cancelled
+    prompts wait until they fill a step of their own, in which none is cancelled."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     max_staleness: Annotated[int, Ge(0)] = 0
     """Max number of weight updates between the sampling of a token and the step that trains on it.
@@ -101,6 +109,12 @@ class GrpoConfig:
     def max_prompts_per_step(self) -> int:
         """Max number of prompts that a step samples, refills of dynamic sampling included."""
         return self.num_prompts_per_step * self.dynamic_sampling.max_tries
+
+    @property
+    def num_sampled_prompts(self) -> int:
+        """Number of prompts that a step begins to sample, with those that it cancels."""
+        # Rounded, as 10 * 1.1 is above 11.
+        return math.ceil(round(self.num_prompts_per_step * self.oversampling_factor, 6))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +195,12 @@ class GrpoRunConfig(RunConfig):
         )
         yield from reward_name_problems(self.reward, self.environment)
         yield from dynamic_sampling_problems(self.grpo)
+        yield from oversampling_problems(
+            self.grpo.oversampling_factor,
+            max_staleness=self.grpo.max_staleness,
+            dynamic_sampling=self.grpo.dynamic_sampling.enabled,
+            has_environment=self.environment.is_used,
+        )
         yield from self.grpo.prompt_selection.problems(
             baseline=self.grpo.advantage.baseline, turns=self.grpo.advantage.turns
         )
@@ -223,6 +243,11 @@ def _batch_lines(config: GrpoRunConfig) -> list[str]:
         lines.append(
             f"dynamic sampling: up to {tries} x {counted(prompts, 'prompt')} per step; a step"
             " that stays short has fewer optimizer steps"
+        )
+    if config.grpo.oversampling_factor > 1:
+        sampled = counted(config.grpo.num_sampled_prompts, "prompt")
+        lines.append(
+            f"oversampling: {sampled} are sampled, of which the first {prompts} are trained"
         )
     read = config.loss_fn.logprob_names(is_single_step=False)
     has_no_ratio = "prev_logprobs" not in read

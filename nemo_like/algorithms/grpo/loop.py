@@ -22,6 +22,7 @@ from nemo_like.config.paths import resolve_paths
 from nemo_like.data.columns import take_rows
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.loader import RowLoader
+from nemo_like.data.oversampling import OversamplingLoader
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.losses import RolloutLoss, rollout_loss
 from nemo_like.metrics import Metrics, merge_metrics, metric_values
@@ -52,6 +53,9 @@ def run_grpo(config: GrpoRunConfig) -> RunResult:
     config = resolve_paths(config)
     source = open_source(config)
     loader = source.loader()
+    if config.grpo.oversampling_factor > 1:
+        num_sampled = config.grpo.num_sampled_prompts
+        loader = OversamplingLoader.of(loader, num_sampled=num_sampled)
     if config.grpo.prompt_selection.enabled:
         loader.selector = prompt_selector(config)
     source.encode_ahead(loader.order.upcoming(_max_num_prompts(config.grpo)))
@@ -75,6 +79,9 @@ def _max_num_prompts(grpo: GrpoConfig) -> int:
     num_prompts = grpo.max_num_steps * grpo.max_prompts_per_step
     if grpo.prompt_selection.enabled:
         num_prompts = round(num_prompts / grpo.prompt_selection.exploration)
+    if grpo.oversampling_factor > 1:
+        # Those that wait after the last step: at most as many before it as fill no step.
+        num_prompts += grpo.num_sampled_prompts
     return num_prompts
 
 

@@ -1,8 +1,10 @@
 """The rollouts of coming steps, started at most `grpo.max_staleness` steps ahead of training.
 
 With dynamic sampling (DAPO, arXiv 2503.14476) groups with equal rewards are replaced by further
-prompts. With prompt selection (`selection`) the outcomes of the groups decide which prompts of
-later steps are sampled.
+prompts. With `grpo.oversampling_factor` above 1 (after the tail batching of RollPacker, arXiv
+2509.21009) the groups that end last are cancelled, and their prompts wait for another step. With
+prompt selection (`selection`) the outcomes of the groups decide which prompts of later steps are
+sampled.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.grpo.selection import WEIGHT, Outcome, PromptSelector
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.loader import Position, RowLoader
+from nemo_like.data.oversampling import OversamplingLoader
 from nemo_like.generation.requests import SamplingParams
 from nemo_like.metrics import Mean, Metrics, Sum
 from nemo_like.rollout.collector import RolloutJob
@@ -143,6 +146,8 @@ class RolloutPipeline:
         started = self._started.popleft()
         assert started.step == step, "rollouts are taken in the order of the steps"
         rollout = self._finish_rollout(started.job, step)
+        if isinstance(self._loader, OversamplingLoader):
+            started = self._with_kept(started, self._loader)
         self._count_rewards(rollout, started.sources)
         self.position = started.position
         if self._config.grpo.max_staleness > 0:
@@ -158,6 +163,20 @@ class RolloutPipeline:
             metrics = self._selector.record(step, observed.outcomes, observed.num_skipped)
             self._run.log.add(metrics)
         return taken
+
+    def _with_kept(self, started: _Started, loader: OversamplingLoader[Prompt]) -> _Started:
+        """Return what is known of the prompts that were kept, and defer the others."""
+        num_sampled = len(started.locations)
+        kept = started.job.kept
+        loader.keep(range(num_sampled) if kept is None else kept)
+        started = self._described(started.job, started.step)
+        num_deferred = float(num_sampled - len(started.locations))
+        num_waiting = float(len(loader.deferred.rows))
+        metrics: Metrics = {
+            "oversampling/num_deferred": Sum(num_deferred),
+            "oversampling/num_waiting": Mean(num_waiting),
+        }
+        return replace(started, metrics=started.metrics | metrics)
 
     def _observe(self, rollout: Rollout, choice: Choice | None, observed: _Observed) -> None:
         """Add the outcomes of a rollout of chosen prompts, and the weights of its rows."""
@@ -256,27 +275,33 @@ class RolloutPipeline:
             return None
 
     def _start_next(self, prompts: list[Prompt]) -> None:
-        self._started.append(
-            _Started(
-                self._next_step,
-                self._start_rollout(prompts, self._next_step),
-                self._loader.batch_locations(),
-                self._loader.position,
-                self._loader.batch_epoch,
-                loader_metrics(self._loader),
-                self._loader.batch_sources(),
-                self._choice(),
-            )
-        )
+        job = self._start_rollout(prompts, self._next_step)
+        self._started.append(self._described(job, self._next_step))
         self._next_step += 1
+
+    def _described(self, job: RolloutJob, step: int) -> _Started:
+        """Return the rollout of a step, with what the loader knows of its last batch."""
+        return _Started(
+            step,
+            job,
+            self._loader.batch_locations(),
+            self._loader.position,
+            self._loader.batch_epoch,
+            loader_metrics(self._loader),
+            self._loader.batch_sources(),
+            self._choice(),
+        )
 
     def _start_rollout(
         self, prompts: list[Prompt], step: int, refill: int = 0, earlier: Sequence[RolloutJob] = ()
     ) -> RolloutJob:
         group_size = self._config.grpo.num_generations_per_prompt
         lengths = None
-        if self._selector is not None and self._config.grpo.max_staleness == 0:
+        if self._selector is not None:
             lengths = self._selector.lengths(self._loader.batch_rows)
+        num_wanted = None
+        if isinstance(self._loader, OversamplingLoader):
+            num_wanted = self._loader.num_wanted
         return self._run.rollouts.collector.start(
             prompts,
             group_size=group_size,
@@ -285,6 +310,7 @@ class RolloutPipeline:
             seeds=row_seeds(self._config.seed, step, len(prompts) * group_size, refill),
             earlier=tuple(earlier),
             lengths=lengths,
+            num_wanted=num_wanted,
         )
 
     def _finish_rollout(self, job: RolloutJob, step: int) -> Rollout:

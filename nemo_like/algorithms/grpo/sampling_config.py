@@ -1,4 +1,7 @@
-"""Keys of `grpo.dynamic_sampling` and `grpo.prompt_selection`: which prompts a step samples."""
+"""Which prompts a step samples: keys of `grpo.dynamic_sampling` and `grpo.prompt_selection`.
+
+Also the checks of `grpo.oversampling_factor`.
+"""
 
 from __future__ import annotations
 
@@ -75,3 +78,26 @@ class PromptSelectionConfig:
             " epoch on: raise grpo.max_num_steps, or set prompt selection to false"
         )
         return [text]
+
+
+def oversampling_problems(
+    factor: float, *, max_staleness: int, dynamic_sampling: bool, has_environment: bool
+) -> Iterator[Problem]:
+    """Yield what `grpo.oversampling_factor` cannot be combined with."""
+    if factor == 1:
+        return
+    key = "grpo.oversampling_factor"
+    reasons = {
+        "grpo.max_staleness": max_staleness > 0
+        and "an asynchronous run samples the next step instead of waiting for long completions",
+        "grpo.dynamic_sampling.enabled": dynamic_sampling
+        and "dynamic sampling chooses the number of prompts of a step itself",
+        "environment.path": has_environment and "episodes are not cancelled",
+    }
+    for other, reason in reasons.items():
+        if reason:
+            yield Problem(
+                (key, other),
+                f"{key} is {factor:g}, which needs a synchronous run without dynamic sampling and"
+                f" environment: {reason}. Set {key} to 1, or remove {other}",
+            )

@@ -63,15 +63,19 @@ class PromptSelector:
         """Steps and outcomes that are not in `_streaks`, as a step without them may be chosen."""
         self._visible: dict[int, int] = {}
         """Streaks of the rows of `_recent` for the step that is chosen."""
+        self._visible_lengths: dict[int, int] = {}
+        """Their lengths."""
         self._num_informative = 0.0
         self._num_sampled = 0.0
 
     def begin(self, step: int) -> None:
         """Choose the prompts of `step` from now on."""
         self._visible = {}
+        self._visible_lengths = {}
         for recorded, outcomes in self._recent:
             if recorded < step - self._lag:
                 self._add(self._visible, outcomes)
+                self._visible_lengths.update((row, length) for row, _, length in outcomes)
 
     def streak(self, row: int) -> int:
         """Return the number of uninformative visits of a row since its last informative one."""
@@ -100,10 +104,11 @@ class PromptSelector:
 
         It is the mean of the last visit, and the mean of all rows with history for other rows.
         """
-        if not self._lengths:
+        known = self._lengths | self._visible_lengths
+        if not known:
             return None
-        mean = sum(self._lengths.values()) / len(self._lengths)
-        return np.array([self._lengths.get(row, mean) for row in rows])
+        mean = sum(known.values()) / len(known)
+        return np.array([known.get(row, mean) for row in rows])
 
     @property
     def expected_yield(self) -> float:
