@@ -10,6 +10,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from nemo_like.algorithms.registry import ALGORITHMS
+from nemo_like.commands.plan_step import simulate
 from nemo_like.commands.report import write_output
 from nemo_like.commands.start import open_config
 from nemo_like.config.batching import StreamableDataConfig
@@ -35,7 +36,8 @@ from nemo_like.prediction.plan_report import (
     measured_time,
 )
 from nemo_like.prediction.search import KEYS, NODE_GPUS, Candidate, Setting, all_settings, search
-from nemo_like.prediction.table import overrides_text, search_record, show, to_record
+from nemo_like.prediction.step_time import StepPrediction
+from nemo_like.prediction.table import overrides_text, search_record, show, step_record, to_record
 from nemo_like.run.progress import Progress
 from nemo_like.training.images import open_images
 from nemo_like.training.model_files import open_encoder
@@ -60,12 +62,15 @@ def run(arguments: argparse.Namespace) -> int:
     # The search plans the first rows only.
     request = replace(found[0].request, rows=inputs.rows) if found else inputs.request()
     report = make_plan(request)
+    step = _simulate(arguments, inputs, request) if arguments.simulate else None
     if arguments.html is not None:
         # Imported here: Bokeh and jinja2 are needed for the page only.
         from nemo_like.reports.plan_page import plan_page
 
         write_output(arguments.html, plan_page(report, found), "--html")
     record = to_record(report) | ({"search": search_record(found)} if found else {})
+    if step is not None:
+        record["simulation"] = step_record(step)
     text = json.dumps(record, indent=1)
     # JSON on the standard output must not be mixed with the table.
     if arguments.json == "-":
@@ -73,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.json is not None:
         write_output(Path(arguments.json), f"{text}\n", "--json")
-    show(report, found)
+    show(report, found, step)
     for name, path in (("page", arguments.html), ("JSON", arguments.json)):
         if path is not None:
             say(f"{name}: {path}")
@@ -94,6 +99,8 @@ class _Inputs:
     model: ModelSpec
     teachers: tuple[ModelSpec, ...]
     past: PastRun | None
+    of_past: tuple[RunConfig, PlanRequest] | None = None
+    """Of the past run with its own settings, if they suit."""
     measured: MeasuredTime | None = None
     memory_gib: float | None = None
     notes: tuple[str, ...] = ()
@@ -187,11 +194,25 @@ def _with_measured_time(inputs: _Inputs, past: PastRun, arguments: argparse.Name
         if bool(config.cluster.gpus_per_node) != bool(inputs.config.cluster.gpus_per_node):
             raise ConfigError("only one of both uses GPUs (cluster.gpus_per_node)")
         request = _inputs(config, past.rows(), None).request()
+        measured = measured_time(request, past, config.needs.batch.num_epochs)
     except ConfigError as error:
         note = f"the time of the past run is not used: {error}"
         return replace(inputs, notes=(*inputs.notes, note))
-    measured = measured_time(request, past, config.needs.batch.num_epochs)
-    return replace(inputs, measured=measured)
+    return replace(inputs, measured=measured, of_past=(config, request))
+
+
+def _simulate(
+    arguments: argparse.Namespace, inputs: _Inputs, request: PlanRequest
+) -> StepPrediction:
+    """Return the prediction of `--simulate` with the layout of `request`. Raises ConfigError."""
+    if inputs.past is None or arguments.lengths is not None:
+        raise ConfigError(
+            "--simulate uses the times and the lengths of a past run: give its directory, without"
+            " --lengths"
+        )
+    if inputs.of_past is None:
+        raise ConfigError(f"--simulate: {inputs.notes[-1]}")
+    return simulate(inputs.past, inputs.of_past, (inputs.config, request))
 
 
 def _name_run(arguments: argparse.Namespace) -> None:
