@@ -236,7 +236,7 @@ def step_lines(step: StepPrediction) -> list[str]:
             f"predicted: {step.predicted_s:.3g} s per step, {step.tokens_per_s:,.0f} tokens/s,"
             f" {step.tokens_per_s / step.num_workers:,.0f} per policy worker"
             f" ({step.num_workers:,}); measured: {counted(step.num_recorded, 'step')} of the past"
-            " run, without the first two"
+            " run"
         ),
         *(f"note: {note}" for note in step.notes),
     ]
