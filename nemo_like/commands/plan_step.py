@@ -12,7 +12,6 @@ import numpy as np
 
 from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.config.parallel import num_generation_workers
-from nemo_like.config.rollout import HFGenerationConfig
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.planning.plan import BatchPlan, plan_batch
 from nemo_like.data.planning.token_counts import TokenCounts
@@ -33,6 +32,7 @@ _NUM_WARMUP = 2
 _MAX_OVER_MEDIAN = 2.0
 """A step that took more than so many times the median was interrupted, and is not used."""
 _MEASURED_KEYS = (
+    "needs.job",
     *("policy.model_name", "policy.precision", "policy.compile", "policy.lora.enabled"),
     *("policy.optimizer.name", "policy.generation.backend", "grpo.max_staleness"),
 )
@@ -57,54 +57,40 @@ class Setting:
     @cached_property
     def plans(self) -> list[BatchPlan]:
         """Raises ConfigError for rows that cannot be planned."""
-        request = self.request
+        spec, mode = self.request.spec, self.request.shared_prefix
         try:
-            return [
-                plan_batch(counts, request.spec, shared_prefix=request.shared_prefix, warn=False)
-                for counts in self.steps
-            ]
+            return [plan_batch(each, spec, shared_prefix=mode, warn=False) for each in self.steps]
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
     @property
-    def train_features(self) -> np.ndarray:
+    def training(self) -> np.ndarray:
         """See `pass_features`."""
         num_epochs = self.config.needs.batch.num_epochs
         return num_epochs * pass_features(self.request, self.plans, is_forward=False)
 
     @property
-    def logprob_features(self) -> np.ndarray:
+    def logprobs(self) -> np.ndarray:
         """See `pass_features`."""
         max_tokens, max_rows = microbatch_budget(self.config.policy, "evaluate")
         plans = [plan.with_budget(max_tokens, max_rows=max_rows) for plan in self.plans]
         return pass_features(self.request, plans, is_forward=True)
 
     @property
-    def rollout_features(self) -> np.ndarray:
+    def rollout(self) -> np.ndarray:
         """Return decoding steps and tokens of the slowest replica in each step, float64 [S, 2]."""
         generation = self.config.policy.generation
-        engine = generation.engine
-        is_static = isinstance(engine, HFGenerationConfig)
         num_workers = num_generation_workers(self.config.cluster)
-        work = []
-        for counts in self.steps:
-            assert counts.num_trained is not None, "the rows of a run have a token mask"
-            found = rollout_work(
-                counts.lengths - counts.num_trained,
-                counts.num_trained,
-                self.group_size,
-                num_replicas=max(num_workers // engine.workers_per_replica, 1),
-                num_slots=engine.batch_size if is_static else engine.max_num_seqs,
-                is_static=is_static,
-                max_new_tokens=generation.max_new_tokens,
-            )
-            work.append(found)
-        return np.array(work, dtype=np.float64)
+        num_replicas = max(num_workers // generation.engine.workers_per_replica, 1)
+        return np.array(
+            [rollout_work(each, self.group_size, num_replicas, generation) for each in self.steps],
+            dtype=np.float64,
+        )
 
     @property
-    def row_features(self) -> np.ndarray:
+    def rows(self) -> np.ndarray:
         """Return the rows of each step, float64 [S, 1]."""
-        return np.array([[len(counts.lengths)] for counts in self.steps], dtype=np.float64)
+        return np.array([[len(each.lengths)] for each in self.steps], dtype=np.float64)
 
 
 def simulate(
@@ -117,38 +103,28 @@ def simulate(
     """
     old, new = measured[0], target[0]
     records, steps = _recorded_steps(past)
-    _check(past, steps, measured, target)
+    _check(past, measured, target)
     old_batch, new_batch = old.needs.batch, new.needs.batch
     old_size = old_batch.num_rows // old_batch.num_examples
     new_size = new_batch.num_rows // new_batch.num_examples
     if any(len(counts.lengths) % old_size for counts in steps):
         # Single rows were left out, as by grpo.overlong.filter.
         old_size = new_size = 1
-    steps = [
-        with_prompt_prefixes(each, old_size) if each.prefixes is None else each for each in steps
-    ]
+    steps = [with_prompt_prefixes(each, old_size) for each in steps]
     num_groups = None
     if (old_batch.num_rows, old_size) != (new_batch.num_rows, new_size):
         # Dynamic sampling leaves as many rows of a step as in the past run.
         kept = fmean(len(counts.lengths) for counts in steps) / old_batch.num_rows
         num_groups = max(round(kept * new_batch.num_rows / new_size), 1)
-    rollouts = new.needs.rollouts
-    drawn = draw_steps(
-        steps,
-        old_size,
-        num_groups=num_groups,
-        new_group_size=new_size,
-        max_trained=None if rollouts is None else rollouts.generation.max_new_tokens,
-        seed=new.seed,
-    )
+    limit = None if new.needs.rollouts is None else new.policy.generation.max_new_tokens
     recorded = draw_steps(steps, old_size, seed=new.seed)
+    drawn = draw_steps(*(steps, old_size, num_groups, new_size), max_trained=limit, seed=new.seed)
     phases = _phases(
         records, Setting(*measured, recorded, old_size), Setting(*target, drawn, new_size)
     )
     return StepPrediction(
         phases=tuple(phases),
         num_recorded=len(records),
-        num_steps=len(drawn),
         num_tokens=fmean(counts.lengths.sum() for counts in drawn),
         num_workers=target[1].placement.parallel_layout.world_size,
         notes=tuple(_notes(old, new, steps)),
@@ -157,63 +133,43 @@ def simulate(
 
 def _phases(records: Sequence[dict[str, float]], old: Setting, new: Setting) -> Iterator[Phase]:
     """Yield the phases of a step in their order."""
-    used = ["train"]
+
+    def seconds(*timers: str) -> np.ndarray:
+        """Return the sum of some timers in each step, float64 [S]; 0 for one that did not run."""
+        return np.array(
+            [sum(each.get(f"timing/{name}_s", 0.0) for name in timers) for each in records]
+        )
+
+    logprob_s, train_s = seconds("logprobs"), seconds("train")
+    sync_s = seconds("weight_sync", "reference_update")
+    rollout_s, reward_s = seconds("generation"), seconds("reward", "reward_model")
+    train = Phase("training", _PASS_RULE, train_s, old.training, new.training, _PASS_SHARES)
     has_rollouts = new.config.needs.rollouts is not None
-    by_rows = {"recorded": old.row_features, "target": new.row_features}
     if has_rollouts:
-        used += ["generation", "reward", "reward_model", "weight_sync", "reference_update"]
-        yield Phase(
-            name="rollout",
-            rule="decoding steps and tokens of the slowest replica",
-            seconds=_seconds(records, "generation"),
-            recorded=old.rollout_features,
-            target=new.rollout_features,
-            shares=_ROLLOUT_SHARES,
-        )
-        seconds = _seconds(records, "reward", "reward_model")
-        yield Phase(name="environment", rule="rows", seconds=seconds, **by_rows)
-    train = Phase(
-        name="training",
-        rule=_PASS_RULE,
-        seconds=_seconds(records, "train"),
-        recorded=old.train_features,
-        target=new.train_features,
-        shares=_PASS_SHARES,
-    )
-    logprob_seconds = _seconds(records, "logprobs")
-    used.append("logprobs")
+        rule = "decoding steps and tokens of the slowest replica"
+        yield Phase("rollout", rule, rollout_s, old.rollout, new.rollout, _ROLLOUT_SHARES)
+        yield Phase("environment", "rows", reward_s, old.rows, new.rows)
     if new.config.needs.logprob_pass:
-        is_measured = bool(logprob_seconds.any())
-        yield Phase(
-            name="log-probs",
-            rule=_PASS_RULE if is_measured else "as the forward pass of training",
-            seconds=logprob_seconds,
-            recorded=old.logprob_features,
-            target=new.logprob_features,
-            shares=_PASS_SHARES,
-            costs_of=None if is_measured else train,
-        )
+        is_measured = bool(logprob_s.any())
+        rule = _PASS_RULE if is_measured else "as the forward pass of training"
+        parts = logprob_s, old.logprobs, new.logprobs, _PASS_SHARES
+        yield Phase("log-probs", rule, *parts, costs_of=None if is_measured else train)
     yield train
     if has_rollouts:
-        seconds = _seconds(records, "weight_sync", "reference_update")
-        ones = np.ones((len(records), 1))
-        yield Phase(name="weight sync", rule="bytes", seconds=seconds, recorded=ones, target=ones)
-    rest = np.maximum(_seconds(records, "step") - _seconds(records, *used), 0.0)
-    yield Phase(name="driver", rule="rows", seconds=rest, **by_rows)
-
-
-def _seconds(records: Sequence[dict[str, float]], *timers: str) -> np.ndarray:
-    """Return the sum of some timers in each step, float64 [S]; 0 for one that did not run."""
-    return np.array([sum(each.get(f"timing/{name}_s", 0.0) for name in timers) for each in records])
+        yield Phase("weight sync", "bytes", sync_s, old.rows**0, new.rows**0)
+    rest = seconds("step") - train_s - logprob_s
+    if has_rollouts:
+        rest -= rollout_s + reward_s + sync_s
+    yield Phase("driver", "rows", np.maximum(rest, 0.0), old.rows, new.rows)
 
 
 def _recorded_steps(past: PastRun) -> tuple[list[dict[str, float]], list[TokenCounts]]:
     """Return the metrics and the rows of the steps to use. Raises ConfigError without any."""
-    timed = [
-        (past.metrics[step], counts)
-        for step, counts in past.steps.items()
-        if past.metrics.get(step, {}).get("timing/train_s", 0.0) > 0.0 and len(counts.lengths)
-    ]
+    timed = []
+    for step, counts in past.steps.items():
+        metrics = past.metrics.get(step, {})
+        if metrics.get("timing/train_s") and "timing/step_s" in metrics:
+            timed.append((metrics, counts))
     timed = timed[_NUM_WARMUP:] or timed
     if not timed:
         raise ConfigError(
@@ -221,40 +177,31 @@ def _recorded_steps(past: PastRun) -> tuple[list[dict[str, float]], list[TokenCo
             " metrics.jsonl, so nothing was measured; give a run that has trained a step"
         )
     limit = _MAX_OVER_MEDIAN * median(metrics["timing/step_s"] for metrics, _ in timed)
-    timed = [each for each in timed if each[0]["timing/step_s"] <= limit]
-    return [metrics for metrics, _ in timed], [counts for _, counts in timed]
+    used = [each for each in timed if each[0]["timing/step_s"] <= limit]
+    return [metrics for metrics, _ in used], [counts for _, counts in used]
 
 
 def _check(
-    past: PastRun,
-    steps: Sequence[TokenCounts],
-    measured: tuple[RunConfig, PlanRequest],
-    target: tuple[RunConfig, PlanRequest],
+    past: PastRun, measured: tuple[RunConfig, PlanRequest], target: tuple[RunConfig, PlanRequest]
 ) -> None:
     """Raise ConfigError for runs without a rule, and for other settings than were measured."""
     old, new = measured[0], target[0]
     unknown = {
-        "has several teachers or one, whose passes have no rule": old.needs.teachers,
-        "is of programs, whose calls have no rule": past.episodes,
-        "has images": any(counts.image_tokens is not None for counts in steps),
-        "is asynchronous (grpo.max_staleness), so that its phases overlap": _value(
-            old, "grpo.max_staleness"
-        ),
-        "forms batches from a stream (data.batching.kind)": measured[1].stream or target[1].stream,
+        "a run with teachers": old.needs.teachers,
+        "a run of programs": past.episodes,
+        "rows with images": any(each.image_tokens is not None for each in past.steps.values()),
+        "phases that overlap (grpo.max_staleness)": _value(old, "grpo.max_staleness"),
+        "batches from a stream (data.batching.kind)": measured[1].stream or target[1].stream,
     }
-    for reason, applies in unknown.items():
-        if applies:
-            raise ConfigError(f"--simulate: {shown_path(past.path)} {reason}; leave --simulate out")
-    if old.needs.job != new.needs.job:
-        raise ConfigError(
-            f"--simulate: the past run is of {old.needs.job} and the config of {new.needs.job};"
-            " give a run of the same job"
-        )
+    for what, is_there in unknown.items():
+        if is_there:
+            raise ConfigError(f"--simulate has no rule for {what}: leave it out")
     for key in _MEASURED_KEYS:
         if _value(old, key) != _value(new, key):
             raise ConfigError(
-                f"--simulate: {key} is {_value(new, key)}, but the times were measured with"
-                f" {_value(old, key)}; leave it out, or give a run with it"
+                f"--simulate: {key} is {_value(new, key)}, but the times of"
+                f" {shown_path(past.path)} were measured with {_value(old, key)}; give a run with"
+                " the same value"
             )
 
 
@@ -270,13 +217,9 @@ def _notes(old: RunConfig, new: RunConfig, steps: Sequence[TokenCounts]) -> Iter
     """Yield what the prediction does not know."""
     if old.policy.engine != new.policy.engine:
         yield f"the training was measured with policy.engine={old.policy.engine}"
-    if old.needs.rollouts is None or new.needs.rollouts is None:
-        return
-    limit = old.needs.rollouts.generation.max_new_tokens
-    longest = max(
-        int(counts.num_trained.max()) for counts in steps if counts.num_trained is not None
-    )
-    if new.needs.rollouts.generation.max_new_tokens > limit and longest >= limit:
+    limit, new_limit = (each.policy.generation.max_new_tokens for each in (old, new))
+    trained = TokenCounts.concat(steps).num_trained
+    if old.needs.rollouts and new_limit > limit and trained is not None and trained.max() >= limit:
         yield (
             f"completions ended at policy.generation.max_new_tokens={limit} of the past run, so"
             " longer ones are not predicted"

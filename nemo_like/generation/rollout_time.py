@@ -6,9 +6,12 @@ Every running completion gets one token per decoding step.
 from __future__ import annotations
 
 import heapq
+from itertools import pairwise
 
 import numpy as np
 
+from nemo_like.config.rollout import GenerationConfig
+from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.generation.rollout_plan import plan_rollout
 
 
@@ -28,32 +31,30 @@ def decoding_steps(lengths: np.ndarray, num_slots: int, *, is_static: bool) -> i
 
 
 def rollout_work(
-    prompts: np.ndarray,
-    completions: np.ndarray,
-    group_size: int,
-    *,
-    num_replicas: int,
-    num_slots: int,
-    is_static: bool,
-    max_new_tokens: int,
+    counts: TokenCounts, group_size: int, num_replicas: int, generation: GenerationConfig
 ) -> tuple[int, int]:
-    """Return (decoding steps, sampled tokens) of the slowest replica.
+    """Return (decoding steps, sampled tokens) of the slowest of `num_replicas` replicas.
 
-    `prompts` and `completions` are the tokens of B rows, int64 [B], in groups of `group_size` that
-    stay together. As in a run without predicted lengths, the groups are planned by
-    `max_new_tokens`; with `is_static` a replica orders its requests by prompt.
+    Groups of `group_size` consecutive rows stay together, if there are enough. As in a run without
+    predicted lengths they are planned by the max tokens; the embedded generator orders its requests
+    by prompt.
     """
+    assert counts.num_trained is not None, "the rows of a rollout have a token mask"
+    completions = counts.num_trained
+    prompts = counts.lengths - completions
     unit = group_size if len(prompts) // group_size >= num_replicas else 1
-    costs = (prompts + max_new_tokens).reshape(-1, unit).sum(axis=1)
+    costs = (prompts + generation.max_new_tokens).reshape(-1, unit).sum(axis=1)
     plan = plan_rollout(costs, np.zeros(num_replicas, dtype=np.int64))
+    replica_of_row = np.repeat(plan.replica_of_unit, unit)
+    is_static = generation.backend == "hf"
+    num_slots = generation.hf.batch_size if is_static else generation.vllm.max_num_seqs
+    # Rows of each replica in their order.
+    order = np.lexsort([prompts, replica_of_row] if is_static else [replica_of_row])
+    bounds = np.searchsorted(replica_of_row[order], np.arange(num_replicas + 1))
     work = []
-    for replica in range(num_replicas):
-        units = np.array(plan.units_of(replica), dtype=np.int64)
-        rows = (units[:, None] * unit + np.arange(unit)).ravel()
-        if is_static:
-            rows = rows[np.argsort(prompts[rows], kind="stable")]
-        own = completions[rows]
+    for start, stop in pairwise(bounds.tolist()):
+        own = completions[order[start:stop]]
         work.append((decoding_steps(own, num_slots, is_static=is_static), int(own.sum())))
-    # Both matter; their means are only a common unit.
+    # Both take time; their means are a common unit.
     means = np.maximum(np.mean(work, axis=0), 1e-9)
     return max(work, key=lambda each: float((np.array(each) / means).sum()))

@@ -29,7 +29,7 @@ _MAX_ROWS = 65_536
 """Rows of all steps that are planned, unless one step has more."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Phase:
     """A part of a step: measured in S recorded steps, predicted for T other ones."""
 
@@ -72,8 +72,6 @@ class StepPrediction:
     phases: tuple[Phase, ...]
     num_recorded: int
     """Steps whose times were used."""
-    num_steps: int
-    """Steps that are predicted; the seconds are their mean."""
     num_tokens: float
     """Tokens of a predicted step, prompts included."""
     num_workers: int
@@ -125,9 +123,9 @@ def fit_costs(features: np.ndarray, seconds: np.ndarray, shares: Sequence[float]
 def draw_steps(
     steps: Sequence[TokenCounts],
     group_size: int,
-    *,
     num_groups: int | None = None,
     new_group_size: int = 1,
+    *,
     max_trained: int | None = None,
     seed: int = 0,
 ) -> list[TokenCounts]:
@@ -189,27 +187,22 @@ def _sorted_groups(counts: TokenCounts, group_size: int) -> np.ndarray:
 def _resized(pool: TokenCounts, groups: np.ndarray, group_size: int) -> TokenCounts:
     """Return the rows of `groups` int64 [N, G], as groups of `group_size` rows."""
     rows = groups[:, np.arange(group_size) % groups.shape[1]].ravel()
-    is_distinct = group_size <= groups.shape[1] and len(np.unique(rows)) == len(rows)
-    if is_distinct:
+    if len(np.unique(rows)) == len(rows):
         return pool.take(rows)
     # Repeated rows have the prompt in common, as other rows of the group do.
-    counts = TokenCounts(
-        pool.lengths[rows], None if pool.num_trained is None else pool.num_trained[rows]
-    )
-    return with_prompt_prefixes(counts, group_size)
+    return with_prompt_prefixes(replace(pool, prefixes=None).take(rows), group_size)
 
 
 def with_prompt_prefixes(counts: TokenCounts, group_size: int) -> TokenCounts:
-    """Return the counts with the prompts of groups of `group_size` consecutive rows as prefixes.
+    """Return the counts with prefixes, unless they are known: the prompts of consecutive rows.
 
     What is not trained of a row is its prompt.
     """
-    if group_size == 1 or counts.num_trained is None:
+    if group_size == 1 or counts.num_trained is None or counts.prefixes is not None:
         return counts
-    prompts = np.minimum(counts.lengths - counts.num_trained, counts.lengths)
-    ids = np.arange(len(prompts)) // group_size
-    prefixes = SharedPrefixes.of_groups(ids, prompts)
-    return TokenCounts(counts.lengths, counts.num_trained, prefixes)
+    ids = np.arange(len(counts.lengths)) // group_size
+    prefixes = SharedPrefixes.of_groups(ids, counts.lengths - counts.num_trained)
+    return replace(counts, prefixes=prefixes)
 
 
 def _limited(counts: TokenCounts, max_trained: int | None) -> TokenCounts:

@@ -244,20 +244,16 @@ def step_lines(step: StepPrediction) -> list[str]:
 
 def step_record(step: StepPrediction) -> dict[str, Any]:
     """Return everything that `step_table` and `step_lines` show."""
+    phases = {}
+    for each in step.phases:
+        seconds = {"measured_s": each.measured_s, "predicted_s": each.predicted_s}
+        phases[each.name] = {**seconds, "rule": each.rule, "costs": each.costs.tolist()}
     return {
         "seconds_per_step": step.predicted_s,
         "measured_seconds_per_step": step.measured_s,
         "tokens_per_s": step.tokens_per_s,
         "num_recorded_steps": step.num_recorded,
-        "phases": {
-            each.name: {
-                "measured_s": each.measured_s,
-                "predicted_s": each.predicted_s,
-                "rule": each.rule,
-                "costs": each.costs.tolist(),
-            }
-            for each in step.phases
-        },
+        "phases": phases,
         "notes": list(step.notes),
     }
 

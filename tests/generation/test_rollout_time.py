@@ -8,6 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_like.config.rollout import GenerationConfig, VLLMGenerationConfig
+from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.generation.rollout_time import decoding_steps, rollout_work
 
 
@@ -34,15 +36,11 @@ def test_each_step_adds_a_token_to_every_running_completion(
 
 
 def work(completions: list[int], num_replicas: int, num_slots: int = 4) -> tuple[int, int]:
-    return rollout_work(
-        np.full(len(completions), 3),
-        np.array(completions),
-        2,
-        num_replicas=num_replicas,
-        num_slots=num_slots,
-        is_static=False,
-        max_new_tokens=20,
+    trained = np.array(completions)
+    generation = GenerationConfig(
+        backend="vllm", max_new_tokens=20, vllm=VLLMGenerationConfig(max_num_seqs=num_slots)
     )
+    return rollout_work(TokenCounts(trained + 3, trained), 2, num_replicas, generation)
 
 
 def test_the_slowest_replica_counts() -> None:

@@ -35,11 +35,9 @@ def test_steps_that_follow_the_model_are_predicted(
     )
     if is_one:
         features = features[:, :1]
-    seconds = sum(true[index] * features[:, index] for index in range(features.shape[1]))
+    seconds = features @ np.array(true[: features.shape[1]])
     shares = (1.0,) if is_one else (0.9, 0.1)
-    phase = Phase(
-        name="a", rule="", seconds=seconds, recorded=features, target=features, shares=shares
-    )
+    phase = Phase("a", "", seconds, features, features, shares)
     assert phase.predicted_s == pytest.approx(seconds.mean(), rel=0.02)
     assert (phase.costs >= 0).all()
 
@@ -102,9 +100,9 @@ def test_the_order_of_rows_does_not_matter(
         groups = np.arange(len(counts.lengths)).reshape(-1, size)
         permuted.append(counts.take(rng.permuted(rng.permutation(groups), axis=1).ravel()))
     assert values(draw_steps(steps, size)) == values(draw_steps(permuted, size))
-    options = {"num_groups": num_groups, "new_group_size": new_size, "max_trained": 10}
-    drawn = draw_steps(steps, size, **options)
-    assert values(drawn) == values(draw_steps(permuted, size, **options))
+    drawn = draw_steps(steps, size, num_groups, new_size, max_trained=10)
+    again = draw_steps(permuted, size, num_groups, new_size, max_trained=10)
+    assert values(drawn) == values(again)
     known = {}
     for counts in steps:
         assert counts.num_trained is not None
