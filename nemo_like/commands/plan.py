@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from nemo_like.algorithms.registry import ALGORITHMS
 from nemo_like.commands.plan_step import simulate
@@ -27,6 +29,7 @@ from nemo_like.models.pretrained import import_transformers_without_torch
 from nemo_like.models.spec import ModelSpec, load_spec
 from nemo_like.policy.batching import plan_spec, shared_prefix_mode, stream_spec
 from nemo_like.prediction.lengths import PastRun, RowLengths, read_lengths, read_run
+from nemo_like.prediction.memory import MemoryModel, usable_bytes
 from nemo_like.prediction.placement import policy_placement
 from nemo_like.prediction.plan_report import (
     BUDGET_MULTIPLE,
@@ -62,6 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
     # The search plans the first rows only.
     request = replace(found[0].request, rows=inputs.rows) if found else inputs.request()
     report = make_plan(request)
+    is_packed = inputs.config.policy.sequence_packing.enabled
+    if is_packed and report.recommendation and report.recommendation.outcome is None:
+        report = replace(report, notes=(*report.notes, _remedy(inputs, request)))
     step = _simulate(arguments, inputs, request) if arguments.simulate else None
     if arguments.html is not None:
         # Imported here: Bokeh and jinja2 are needed for the page only.
@@ -250,6 +256,26 @@ def _search(arguments: argparse.Namespace, inputs: _Inputs) -> list[Candidate]:
         raise ConfigError("--gpus searches with policy.sequence_packing.enabled=true; set it")
     given = {text.partition("=")[0].strip("+") for text in arguments.overrides}
     fixed = {key: attrgetter(key)(config) for key in (*KEYS, "policy.engine") if key in given}
+    found = _candidates(inputs, arguments.gpus, fixed)
+    if not found:
+        raise ConfigError(
+            f"--gpus {arguments.gpus}: no layout suits {inputs.model.name} and"
+            f" policy.train_global_batch_size {config.policy.train_global_batch_size}; raise the"
+            " latter, or leave out keys of parallel"
+        )
+    if not found[0].fits:
+        raise ConfigError(
+            f"nothing fits into {arguments.memory_gb:g} GiB on {arguments.gpus} GPUs: the least"
+            f" peak of the longest row is {found[0].peak_gib:.1f} GiB"
+            f" ({overrides_text(found[0])}); {_truncation(config, found)}use more GPUs, or"
+            " policy.lora.enabled=true"
+        )
+    return found
+
+
+def _candidates(inputs: _Inputs, num_gpus: int, fixed: dict[str, Any]) -> list[Candidate]:
+    """Return the candidates with the `fixed` keys, the fastest first."""
+    config = inputs.config
 
     def request_of(setting: Setting) -> PlanRequest | None:
         engine = config.policy.engine
@@ -264,9 +290,9 @@ def _search(arguments: argparse.Namespace, inputs: _Inputs) -> list[Candidate]:
             context=setting.context,
             pipeline=setting.pipeline,
             expert=setting.expert,
-            sequence=setting.tensor > 1,
+            sequence=fixed.get("parallel.sequence", setting.tensor > 1),
         )
-        num_ranks = arguments.gpus // (setting.tensor * setting.context * setting.pipeline)
+        num_ranks = num_gpus // (setting.tensor * setting.context * setting.pipeline)
         is_small = num_ranks > policy.train_global_batch_size
         if is_small or parallel_problems(parallel, config.cluster, engine):
             return None
@@ -277,20 +303,45 @@ def _search(arguments: argparse.Namespace, inputs: _Inputs) -> list[Candidate]:
             return None
 
     has_experts = inputs.model.moe is not None
-    found = search(all_settings(arguments.gpus, has_experts=has_experts, fixed=fixed), request_of)
-    if not found:
-        raise ConfigError(
-            f"--gpus {arguments.gpus}: no layout suits {inputs.model.name} and"
-            f" policy.train_global_batch_size {config.policy.train_global_batch_size}; raise the"
-            " latter, or leave out keys of parallel"
-        )
-    if not found[0].fits:
-        raise ConfigError(
-            f"nothing fits into {arguments.memory_gb:g} GiB on {arguments.gpus} GPUs: the least"
-            f" peak of the longest row is {found[0].peak_gib:.1f} GiB"
-            f" ({overrides_text(found[0])}); use more GPUs, or policy.lora.enabled=true"
-        )
-    return found
+    return search(all_settings(num_gpus, has_experts=has_experts, fixed=fixed), request_of)
+
+
+def _remedy(inputs: _Inputs, request: PlanRequest) -> str:
+    """Return the fastest checkpointing and context size with which the longest row fits.
+
+    Without any, the length to which rows have to be truncated.
+    """
+    keys = ("parallel.tensor", "parallel.pipeline", "parallel.expert", "parallel.sequence")
+    fixed = {key: attrgetter(key)(inputs.config) for key in (*keys, "policy.engine")}
+    found = _candidates(inputs, request.placement.parallel_layout.world_size, fixed)
+    text = f"the longest row ({inputs.rows.values.max():,} tokens) does not fit: "
+    if found and found[0].fits:
+        return f"{text}set {_changed_keys(inputs.config, found[0])}"
+    truncation = _truncation(inputs.config, found)
+    return f"{text}{truncation}use more GPUs, or policy.lora.enabled=true"
+
+
+def _truncation(config: RunConfig, found: list[Candidate]) -> str:
+    """Return the proposal to truncate rows to the largest length that fits; empty if none does."""
+    limits = {}
+    for each in found:
+        request = each.request
+        memory = MemoryModel(request.model, request.placement)
+        multiple = math.lcm(BUDGET_MULTIPLE, request.spec.total_multiple)
+        limit = memory.largest_budget(usable_bytes(request.memory_gib or 0.0), multiple)
+        limits.setdefault(limit, each)
+    longest = max(limits, default=0)
+    if longest == 0:
+        return ""
+    keys = f"policy.max_total_sequence_length={longest} {_BUDGET_KEY}={longest}"
+    keys += f" policy.oversize_rows=truncate {_changed_keys(config, limits[longest])}"
+    return f"set {keys.strip()}, "
+
+
+def _changed_keys(config: RunConfig, candidate: Candidate) -> str:
+    """Return the keys of a candidate that differ from `config`, as overrides."""
+    values = zip(KEYS, candidate.setting, strict=True)
+    return " ".join(f"{key}={value}" for key, value in values if value != attrgetter(key)(config))
 
 
 def _check_sources(arguments: argparse.Namespace) -> None:

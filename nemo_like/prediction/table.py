@@ -356,7 +356,7 @@ def recommendation_lines(report: PlanReport) -> list[str]:
     if outcome is None:
         lines.append(
             f"the longest row ({report.lengths.max():,} tokens) does not fit into it; --gpus N"
-            " searches for activation checkpointing and a layout with which it does"
+            " searches all layouts"
         )
     elif outcome.max_tokens != max_tokens:
         lines.append(
