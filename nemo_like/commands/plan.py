@@ -256,6 +256,8 @@ def _search(arguments: argparse.Namespace, inputs: _Inputs) -> list[Candidate]:
         raise ConfigError("--gpus searches with policy.sequence_packing.enabled=true; set it")
     given = {text.partition("=")[0].strip("+") for text in arguments.overrides}
     fixed = {key: attrgetter(key)(config) for key in (*KEYS, "policy.engine") if key in given}
+    if fixed.get(KEYS[0]) == "auto":
+        del fixed[KEYS[0]]
     found = _candidates(inputs, arguments.gpus, fixed)
     if not found:
         raise ConfigError(

@@ -7,8 +7,10 @@ docs/planner.md has every formula in words.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from nemo_like.config.schema import ActivationCheckpointing
 from nemo_like.integer_math import ceil_div
 from nemo_like.models.adapters import BYTES_PER_VALUE
 from nemo_like.models.spec import ModelSpec
@@ -25,6 +27,19 @@ SAFETY_SHARE = 0.10
 def usable_bytes(device_gib: float) -> float:
     """Return the bytes of a device that a plan may use."""
     return max(0.0, (device_gib * GIB - CONTEXT_BYTES) * (1.0 - SAFETY_SHARE))
+
+
+def fitting_checkpointing(
+    peaks: Mapping[ActivationCheckpointing, float], device_bytes: float | None
+) -> ActivationCheckpointing:
+    """Return the first mode of `peaks`, mode -> predicted bytes, that fits into a device.
+
+    The last one if none fits; `none` without peaks and for a device without a limit (None).
+    """
+    if device_bytes is None or not peaks:
+        return "none"
+    usable = usable_bytes(device_bytes / GIB)
+    return next((mode for mode, peak in peaks.items() if peak <= usable), list(peaks)[-1])
 
 
 @dataclass(frozen=True)
