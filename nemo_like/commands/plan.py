@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_like.algorithms.registry import ALGORITHMS
-from nemo_like.commands.plan_step import simulate
+from nemo_like.commands.plan_step import StepSetting, simulate
 from nemo_like.commands.report import write_output
 from nemo_like.commands.start import open_config
 from nemo_like.config.batching import StreamableDataConfig
@@ -29,7 +28,6 @@ from nemo_like.models.pretrained import import_transformers_without_torch
 from nemo_like.models.spec import ModelSpec, load_spec
 from nemo_like.policy.batching import plan_spec, shared_prefix_mode, stream_spec
 from nemo_like.prediction.lengths import PastRun, RowLengths, read_lengths, read_run
-from nemo_like.prediction.memory import MemoryModel, usable_bytes
 from nemo_like.prediction.placement import policy_placement
 from nemo_like.prediction.plan_report import (
     BUDGET_MULTIPLE,
@@ -38,9 +36,19 @@ from nemo_like.prediction.plan_report import (
     make_plan,
     measured_time,
 )
-from nemo_like.prediction.search import KEYS, NODE_GPUS, Candidate, Setting, all_settings, search
+from nemo_like.prediction.search import (
+    KEYS,
+    NODE_GPUS,
+    Candidate,
+    Setting,
+    all_settings,
+    changed_keys,
+    search,
+    truncation,
+)
+from nemo_like.prediction.step_table import step_lines, step_record, step_table
 from nemo_like.prediction.step_time import StepPrediction
-from nemo_like.prediction.table import overrides_text, search_record, show, step_record, to_record
+from nemo_like.prediction.table import overrides_text, search_record, show, to_record
 from nemo_like.run.progress import Progress
 from nemo_like.training.images import open_images
 from nemo_like.training.model_files import open_encoder
@@ -52,6 +60,14 @@ _DEFAULTS = Path(__file__).with_name("plan.yaml")
 _BUDGET_KEY = "policy.sequence_packing.train_mb_tokens"
 _ROW_KEYS = (_BUDGET_KEY, "policy.oversize_rows", "policy.max_total_sequence_length")
 """Keys that say what becomes of rows above the budget."""
+_MEASURED_KEYS = (
+    *("needs.job", "policy.model_name", "policy.precision", "policy.compile"),
+    *("policy.lora.enabled", "policy.optimizer.name", "policy.generation.backend"),
+    "grpo.max_staleness",
+)
+"""Keys that change the measured times of a step, without a rule for other values."""
+_OTHER_KEYS = ("policy.engine", "parallel.sequence")
+"""Keys of a layout beside those that a search sets."""
 _MAX_ROWS = 65_536
 """Rows of a file of lengths that are planned without --limit."""
 _NUM_STEPS = 16
@@ -69,6 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     if is_packed and report.recommendation and report.recommendation.outcome is None:
         report = replace(report, notes=(*report.notes, _remedy(inputs, request)))
     step = _simulate(arguments, inputs, request) if arguments.simulate else None
+    shown = None if step is None else (step_table(step), step_lines(step))
     if arguments.html is not None:
         # Imported here: Bokeh and jinja2 are needed for the page only.
         from nemo_like.reports.plan_page import plan_page
@@ -84,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.json is not None:
         write_output(Path(arguments.json), f"{text}\n", "--json")
-    show(report, found, step)
+    show(report, found, shown)
     for name, path in (("page", arguments.html), ("JSON", arguments.json)):
         if path is not None:
             say(f"{name}: {path}")
@@ -218,7 +235,32 @@ def _simulate(
         )
     if inputs.of_past is None:
         raise ConfigError(f"--simulate: {inputs.notes[-1]}")
-    return simulate(inputs.past, inputs.of_past, (inputs.config, request))
+    old, old_request = inputs.of_past
+    new = inputs.config
+    for key in _MEASURED_KEYS:
+        value, measured = _value(new, key), _value(old, key)
+        if value != measured:
+            raise ConfigError(
+                f"--simulate: {key} is {value}, but the times of the past run were measured with"
+                f" {measured}; give a run with the same value"
+            )
+    if _value(old, _MEASURED_KEYS[-1]):
+        raise ConfigError(
+            f"--simulate: with {_MEASURED_KEYS[-1]} above 0 the phases of a step overlap, and there"
+            " is no rule for that; give a run without it"
+        )
+    settings = []
+    for config, each in ((old, old_request), (new, request)):
+        settings.append(StepSetting(config.policy, config.cluster, config.needs, each))
+    return simulate(inputs.past, *settings, seed=new.seed)
+
+
+def _value(config: RunConfig, key: str) -> object:
+    """Return the value of a key; None for one of another job."""
+    try:
+        return attrgetter(key)(config)
+    except AttributeError:
+        return None
 
 
 def _name_run(arguments: argparse.Namespace) -> None:
@@ -259,6 +301,7 @@ def _search(arguments: argparse.Namespace, inputs: _Inputs) -> list[Candidate]:
     if fixed.get(KEYS[0]) == "auto":
         del fixed[KEYS[0]]
     found = _candidates(inputs, arguments.gpus, fixed)
+    current = {key: attrgetter(key)(config) for key in KEYS}
     if not found:
         raise ConfigError(
             f"--gpus {arguments.gpus}: no layout suits {inputs.model.name} and"
@@ -269,7 +312,7 @@ def _search(arguments: argparse.Namespace, inputs: _Inputs) -> list[Candidate]:
         raise ConfigError(
             f"nothing fits into {arguments.memory_gb:g} GiB on {arguments.gpus} GPUs: the least"
             f" peak of the longest row is {found[0].peak_gib:.1f} GiB"
-            f" ({overrides_text(found[0])}); {_truncation(config, found)}use more GPUs, or"
+            f" ({overrides_text(found[0])}); {truncation(found, current)}use more GPUs, or"
             " policy.lora.enabled=true"
         )
     return found
@@ -313,37 +356,13 @@ def _remedy(inputs: _Inputs, request: PlanRequest) -> str:
 
     Without any, the length to which rows have to be truncated.
     """
-    keys = ("parallel.tensor", "parallel.pipeline", "parallel.expert", "parallel.sequence")
-    fixed = {key: attrgetter(key)(inputs.config) for key in (*keys, "policy.engine")}
+    current = {key: attrgetter(key)(inputs.config) for key in (*KEYS, *_OTHER_KEYS)}
+    fixed = {key: current[key] for key in (*KEYS[3:], "parallel.tensor", *_OTHER_KEYS)}
     found = _candidates(inputs, request.placement.parallel_layout.world_size, fixed)
     text = f"the longest row ({inputs.rows.values.max():,} tokens) does not fit: "
     if found and found[0].fits:
-        return f"{text}set {_changed_keys(inputs.config, found[0])}"
-    truncation = _truncation(inputs.config, found)
-    return f"{text}{truncation}use more GPUs, or policy.lora.enabled=true"
-
-
-def _truncation(config: RunConfig, found: list[Candidate]) -> str:
-    """Return the proposal to truncate rows to the largest length that fits; empty if none does."""
-    limits = {}
-    for each in found:
-        request = each.request
-        memory = MemoryModel(request.model, request.placement)
-        multiple = math.lcm(BUDGET_MULTIPLE, request.spec.total_multiple)
-        limit = memory.largest_budget(usable_bytes(request.memory_gib or 0.0), multiple)
-        limits.setdefault(limit, each)
-    longest = max(limits, default=0)
-    if longest == 0:
-        return ""
-    keys = f"policy.max_total_sequence_length={longest} {_BUDGET_KEY}={longest}"
-    keys += f" policy.oversize_rows=truncate {_changed_keys(config, limits[longest])}"
-    return f"set {keys.strip()}, "
-
-
-def _changed_keys(config: RunConfig, candidate: Candidate) -> str:
-    """Return the keys of a candidate that differ from `config`, as overrides."""
-    values = zip(KEYS, candidate.setting, strict=True)
-    return " ".join(f"{key}={value}" for key, value in values if value != attrgetter(key)(config))
+        return f"{text}set {changed_keys(found[0], current)}"
+    return f"{text}{truncation(found, current)}use more GPUs, or policy.lora.enabled=true"
 
 
 def _check_sources(arguments: argparse.Namespace) -> None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from operator import attrgetter
 from statistics import fmean, median
 
 import numpy as np
 
 from nemo_like.config.errors import ConfigError, shown_path
+from nemo_like.config.needs import RunNeeds
 from nemo_like.config.parallel import num_generation_workers
-from nemo_like.config.schema import RunConfig
+from nemo_like.config.schema import ClusterConfig, PolicyConfig
 from nemo_like.data.planning.plan import BatchPlan, plan_batch
 from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.generation.rollout_time import rollout_work
@@ -31,12 +31,6 @@ _NUM_WARMUP = 2
 """Steps at the start of a run that are not used, unless there are no others: they compile."""
 _MAX_OVER_MEDIAN = 2.0
 """A step that took more than so many times the median was interrupted, and is not used."""
-_MEASURED_KEYS = (
-    "needs.job",
-    *("policy.model_name", "policy.precision", "policy.compile", "policy.lora.enabled"),
-    *("policy.optimizer.name", "policy.generation.backend", "grpo.max_staleness"),
-)
-"""Keys that change the measured times, without a rule for other values."""
 _PASS_RULE = "work of the slowest rank, and a time per microbatch"
 _PASS_SHARES = (0.9, 0.1)
 """Assumed shares of work and microbatches in the time of a pass."""
@@ -45,13 +39,15 @@ _ROLLOUT_SHARES = (0.5, 0.5)
 
 
 @dataclass(frozen=True, eq=False)
-class Setting:
-    """A config, and the rows of steps with it."""
+class StepSetting:
+    """What a config says of a step, and the rows of steps with it."""
 
-    config: RunConfig
+    policy: PolicyConfig
+    cluster: ClusterConfig
+    needs: RunNeeds
     request: PlanRequest
-    steps: list[TokenCounts]
-    group_size: int
+    steps: list[TokenCounts] = field(default_factory=list)
+    group_size: int = 1
     """Consecutive rows of a step that have one prompt."""
 
     @cached_property
@@ -66,21 +62,21 @@ class Setting:
     @property
     def training(self) -> np.ndarray:
         """See `pass_features`."""
-        num_epochs = self.config.needs.batch.num_epochs
+        num_epochs = self.needs.batch.num_epochs
         return num_epochs * pass_features(self.request, self.plans, is_forward=False)
 
     @property
     def logprobs(self) -> np.ndarray:
         """See `pass_features`."""
-        max_tokens, max_rows = microbatch_budget(self.config.policy, "evaluate")
+        max_tokens, max_rows = microbatch_budget(self.policy, "evaluate")
         plans = [plan.with_budget(max_tokens, max_rows=max_rows) for plan in self.plans]
         return pass_features(self.request, plans, is_forward=True)
 
     @property
     def rollout(self) -> np.ndarray:
         """Return decoding steps and tokens of the slowest replica in each step, float64 [S, 2]."""
-        generation = self.config.policy.generation
-        num_workers = num_generation_workers(self.config.cluster)
+        generation = self.policy.generation
+        num_workers = num_generation_workers(self.cluster)
         num_replicas = max(num_workers // generation.engine.workers_per_replica, 1)
         return np.array(
             [rollout_work(each, self.group_size, num_replicas, generation) for each in self.steps],
@@ -93,17 +89,13 @@ class Setting:
         return np.array([[len(each.lengths)] for each in self.steps], dtype=np.float64)
 
 
-def simulate(
-    past: PastRun, measured: tuple[RunConfig, PlanRequest], target: tuple[RunConfig, PlanRequest]
-) -> StepPrediction:
-    """Predict a step of `target` from the times of a past run with the `measured` config.
+def simulate(past: PastRun, old: StepSetting, new: StepSetting, seed: int) -> StepPrediction:
+    """Predict a step of `new` from the times of a past run with the setting `old`.
 
-    Raises ConfigError without such times, for a run whose steps have other phases, and for keys
-    that differ and change the measured times themselves.
+    Raises ConfigError without such times, and for a run whose steps have other phases.
     """
-    old, new = measured[0], target[0]
     records, steps = _recorded_steps(past)
-    _check(past, measured, target)
+    _check(past, old, new)
     old_batch, new_batch = old.needs.batch, new.needs.batch
     old_size = old_batch.num_rows // old_batch.num_examples
     new_size = new_batch.num_rows // new_batch.num_examples
@@ -117,21 +109,22 @@ def simulate(
         kept = fmean(len(counts.lengths) for counts in steps) / old_batch.num_rows
         num_groups = max(round(kept * new_batch.num_rows / new_size), 1)
     limit = None if new.needs.rollouts is None else new.policy.generation.max_new_tokens
-    recorded = draw_steps(steps, old_size, seed=new.seed)
-    drawn = draw_steps(*(steps, old_size, num_groups, new_size), max_trained=limit, seed=new.seed)
-    phases = _phases(
-        records, Setting(*measured, recorded, old_size), Setting(*target, drawn, new_size)
-    )
+    recorded = draw_steps(steps, old_size, seed=seed)
+    drawn = draw_steps(*(steps, old_size, num_groups, new_size), max_trained=limit, seed=seed)
+    old = replace(old, steps=recorded, group_size=old_size)
+    new = replace(new, steps=drawn, group_size=new_size)
     return StepPrediction(
-        phases=tuple(phases),
+        phases=tuple(_phases(records, old, new)),
         num_recorded=len(records),
         num_tokens=fmean(counts.lengths.sum() for counts in drawn),
-        num_workers=target[1].placement.parallel_layout.world_size,
+        num_workers=new.request.placement.parallel_layout.world_size,
         notes=tuple(_notes(old, new, steps)),
     )
 
 
-def _phases(records: Sequence[dict[str, float]], old: Setting, new: Setting) -> Iterator[Phase]:
+def _phases(
+    records: Sequence[dict[str, float]], old: StepSetting, new: StepSetting
+) -> Iterator[Phase]:
     """Yield the phases of a step in their order."""
 
     def seconds(*timers: str) -> np.ndarray:
@@ -144,12 +137,12 @@ def _phases(records: Sequence[dict[str, float]], old: Setting, new: Setting) -> 
     sync_s = seconds("weight_sync", "reference_update")
     rollout_s, reward_s = seconds("generation"), seconds("reward", "reward_model")
     train = Phase("training", _PASS_RULE, train_s, old.training, new.training, _PASS_SHARES)
-    has_rollouts = new.config.needs.rollouts is not None
+    has_rollouts = new.needs.rollouts is not None
     if has_rollouts:
         rule = "decoding steps and tokens of the slowest replica"
         yield Phase("rollout", rule, rollout_s, old.rollout, new.rollout, _ROLLOUT_SHARES)
         yield Phase("environment", "rows", reward_s, old.rows, new.rows)
-    if new.config.needs.logprob_pass:
+    if new.needs.logprob_pass:
         is_measured = bool(logprob_s.any())
         rule = _PASS_RULE if is_measured else "as the forward pass of training"
         parts = logprob_s, old.logprobs, new.logprobs, _PASS_SHARES
@@ -181,39 +174,20 @@ def _recorded_steps(past: PastRun) -> tuple[list[dict[str, float]], list[TokenCo
     return [metrics for metrics, _ in used], [counts for _, counts in used]
 
 
-def _check(
-    past: PastRun, measured: tuple[RunConfig, PlanRequest], target: tuple[RunConfig, PlanRequest]
-) -> None:
-    """Raise ConfigError for runs without a rule, and for other settings than were measured."""
-    old, new = measured[0], target[0]
+def _check(past: PastRun, old: StepSetting, new: StepSetting) -> None:
+    """Raise ConfigError for a run without a rule."""
     unknown = {
         "a run with teachers": old.needs.teachers,
         "a run of programs": past.episodes,
         "rows with images": any(each.image_tokens is not None for each in past.steps.values()),
-        "phases that overlap (grpo.max_staleness)": _value(old, "grpo.max_staleness"),
-        "batches from a stream (data.batching.kind)": measured[1].stream or target[1].stream,
+        "batches from a stream (data.batching.kind)": old.request.stream or new.request.stream,
     }
     for what, is_there in unknown.items():
         if is_there:
             raise ConfigError(f"--simulate has no rule for {what}: leave it out")
-    for key in _MEASURED_KEYS:
-        if _value(old, key) != _value(new, key):
-            raise ConfigError(
-                f"--simulate: {key} is {_value(new, key)}, but the times of"
-                f" {shown_path(past.path)} were measured with {_value(old, key)}; give a run with"
-                " the same value"
-            )
 
 
-def _value(config: RunConfig, key: str) -> object:
-    """Return the value of a key; None for one of another job."""
-    try:
-        return attrgetter(key)(config)
-    except AttributeError:
-        return None
-
-
-def _notes(old: RunConfig, new: RunConfig, steps: Sequence[TokenCounts]) -> Iterator[str]:
+def _notes(old: StepSetting, new: StepSetting, steps: Sequence[TokenCounts]) -> Iterator[str]:
     """Yield what the prediction does not know."""
     if old.policy.engine != new.policy.engine:
         yield f"the training was measured with policy.engine={old.policy.engine}"

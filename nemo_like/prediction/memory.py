@@ -39,7 +39,10 @@ def fitting_checkpointing(
     if device_bytes is None or not peaks:
         return "none"
     usable = usable_bytes(device_bytes / GIB)
-    return next((mode for mode, peak in peaks.items() if peak <= usable), list(peaks)[-1])
+    for mode, peak in peaks.items():
+        if peak <= usable:
+            return mode
+    return list(peaks)[-1]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from nemo_like.prediction.lengths import BUBBLE
 from nemo_like.prediction.memory import GIB, usable_bytes
 from nemo_like.prediction.plan_report import PlanReport, PlanRequest, seconds_per_step
 from nemo_like.prediction.search import KEYS, NODE_GPUS, Candidate, alternatives
-from nemo_like.prediction.step_time import StepPrediction
 
 FORMAT = 4
 """Format of the JSON record; within one value no key is renamed or removed."""
@@ -54,10 +53,12 @@ class TextTable:
     """The row that is emphasized."""
 
 
-def show(report: PlanReport, found: list[Candidate], step: StepPrediction | None = None) -> None:
+def show(
+    report: PlanReport, found: list[Candidate], step: tuple[TextTable, list[str]] | None = None
+) -> None:
     """Print the report of the best candidate of a search, or of a config if there are none.
 
-    With `step` also the predicted phases of a step.
+    `step` is a table of the phases of a step, with the lines below it.
     """
     console = Console(highlight=False)
     # Rich assumes 80 columns for a pipe, in which the tables do not fit.
@@ -78,8 +79,8 @@ def show(report: PlanReport, found: list[Candidate], step: StepPrediction | None
     for line in duration_lines(report):
         _say(console, line)
     if step is not None:
-        console.print(_rich(step_table(step)))
-        for line in step_lines(step):
+        console.print(_rich(step[0]))
+        for line in step[1]:
             _say(console, line)
     console.print(_rich(memory_table(report)))
     for line in recommendation_lines(report):
@@ -216,46 +217,6 @@ def _source_of_rates(request: PlanRequest) -> str:
         f" H200 with 1B and 8B shapes), collectives at {BYTES_PER_S / 1e9:.0f} GB/s per GPU;"
         f" {scope}"
     )
-
-
-def step_table(step: StepPrediction) -> TextTable:
-    """Return the table with one phase of a step per row."""
-    rows = [
-        (each.name, f"{each.measured_s:.3g}", f"{each.predicted_s:.3g}", each.rule)
-        for each in step.phases
-    ]
-    total = ("step", f"{step.measured_s:.3g}", f"{step.predicted_s:.3g}", "sum of the phases")
-    heads = ("phase", "measured s", "predicted s", "grows with")
-    return TextTable(heads, (*rows, total), marked=len(rows))
-
-
-def step_lines(step: StepPrediction) -> list[str]:
-    """Return the lines about the predicted throughput, and what it is based on."""
-    return [
-        (
-            f"predicted: {step.predicted_s:.3g} s per step, {step.tokens_per_s:,.0f} tokens/s,"
-            f" {step.tokens_per_s / step.num_workers:,.0f} per policy worker"
-            f" ({step.num_workers:,}); measured: {counted(step.num_recorded, 'step')} of the past"
-            " run"
-        ),
-        *(f"note: {note}" for note in step.notes),
-    ]
-
-
-def step_record(step: StepPrediction) -> dict[str, Any]:
-    """Return everything that `step_table` and `step_lines` show."""
-    phases = {}
-    for each in step.phases:
-        seconds = {"measured_s": each.measured_s, "predicted_s": each.predicted_s}
-        phases[each.name] = {**seconds, "rule": each.rule, "costs": each.costs.tolist()}
-    return {
-        "seconds_per_step": step.predicted_s,
-        "measured_seconds_per_step": step.measured_s,
-        "tokens_per_s": step.tokens_per_s,
-        "num_recorded_steps": step.num_recorded,
-        "phases": phases,
-        "notes": list(step.notes),
-    }
 
 
 def search_table(found: list[Candidate]) -> TextTable:
