@@ -158,7 +158,7 @@ def predict(folder: Path, name: str) -> float:
         )
     if code != 0:
         raise SystemExit(f"nemo-like plan ended with code {code}")
-    return json.loads(shown.getvalue())["simulation"]["seconds_per_step"]
+    return json.loads(shown.getvalue())["simulation"]["predicted_s"]
 
 
 def show(folder: Path) -> None:

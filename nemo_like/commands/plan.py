@@ -61,7 +61,7 @@ _BUDGET_KEY = "policy.sequence_packing.train_mb_tokens"
 _ROW_KEYS = (_BUDGET_KEY, "policy.oversize_rows", "policy.max_total_sequence_length")
 """Keys that say what becomes of rows above the budget."""
 _MEASURED_KEYS = (
-    *("needs.job", "policy.model_name", "policy.precision", "policy.compile"),
+    *("needs.job", "policy.model_name", "policy.engine", "policy.precision", "policy.compile"),
     *("policy.lora.enabled", "policy.optimizer.name", "policy.generation.backend"),
     "grpo.max_staleness",
 )

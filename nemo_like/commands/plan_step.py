@@ -97,8 +97,12 @@ def simulate(past: PastRun, old: StepSetting, new: StepSetting, seed: int) -> St
     records, steps = _recorded_steps(past)
     _check(past, old, new)
     old_batch, new_batch = old.needs.batch, new.needs.batch
-    old_size = old_batch.num_rows // old_batch.num_examples
-    new_size = new_batch.num_rows // new_batch.num_examples
+    old_size = new_size = 1
+    limit = None
+    if new.needs.rollouts is not None:
+        limit = new.policy.generation.max_new_tokens
+        old_size = old_batch.num_rows // old_batch.num_examples
+        new_size = new_batch.num_rows // new_batch.num_examples
     if any(len(counts.lengths) % old_size for counts in steps):
         # Single rows were left out, as by grpo.overlong.filter.
         old_size = new_size = 1
@@ -108,8 +112,8 @@ def simulate(past: PastRun, old: StepSetting, new: StepSetting, seed: int) -> St
         # Dynamic sampling leaves as many rows of a step as in the past run.
         kept = fmean(len(counts.lengths) for counts in steps) / old_batch.num_rows
         num_groups = max(round(kept * new_batch.num_rows / new_size), 1)
-    limit = None if new.needs.rollouts is None else new.policy.generation.max_new_tokens
     recorded = draw_steps(steps, old_size, seed=seed)
+    is_cut = limit is not None and limit > old.policy.generation.max_new_tokens
     drawn = draw_steps(*(steps, old_size, num_groups, new_size), max_trained=limit, seed=seed)
     old = replace(old, steps=recorded, group_size=old_size)
     new = replace(new, steps=drawn, group_size=new_size)
@@ -118,7 +122,7 @@ def simulate(past: PastRun, old: StepSetting, new: StepSetting, seed: int) -> St
         num_recorded=len(records),
         num_tokens=fmean(counts.lengths.sum() for counts in drawn),
         num_workers=new.request.placement.parallel_layout.world_size,
-        notes=tuple(_notes(old, new, steps)),
+        max_trained=old.policy.generation.max_new_tokens if is_cut else None,
     )
 
 
@@ -185,16 +189,3 @@ def _check(past: PastRun, old: StepSetting, new: StepSetting) -> None:
     for what, is_there in unknown.items():
         if is_there:
             raise ConfigError(f"--simulate has no rule for {what}: leave it out")
-
-
-def _notes(old: StepSetting, new: StepSetting, steps: Sequence[TokenCounts]) -> Iterator[str]:
-    """Yield what the prediction does not know."""
-    if old.policy.engine != new.policy.engine:
-        yield f"the training was measured with policy.engine={old.policy.engine}"
-    limit, new_limit = (each.policy.generation.max_new_tokens for each in (old, new))
-    trained = TokenCounts.concat(steps).num_trained
-    if old.needs.rollouts and new_limit > limit and trained is not None and trained.max() >= limit:
-        yield (
-            f"completions ended at policy.generation.max_new_tokens={limit} of the past run, so"
-            " longer ones are not predicted"
-        )

@@ -22,28 +22,21 @@ def step_table(step: StepPrediction) -> TextTable:
 
 def step_lines(step: StepPrediction) -> list[str]:
     """Return the lines about the predicted throughput, and what it is based on."""
-    return [
-        (
-            f"predicted: {step.predicted_s:.3g} s per step, {step.tokens_per_s:,.0f} tokens/s,"
-            f" {step.tokens_per_s / step.num_workers:,.0f} per policy worker"
-            f" ({step.num_workers:,}); measured: {counted(step.num_recorded, 'step')} of the past"
-            " run"
-        ),
-        *(f"note: {note}" for note in step.notes),
-    ]
+    text = (
+        f"predicted: {step.predicted_s:.3g} s per step, {step.tokens_per_s:,.0f} tokens/s,"
+        f" {step.tokens_per_s / step.num_workers:,.0f} per policy worker ({step.num_workers:,});"
+        f" measured: {counted(step.num_recorded, 'step')} of the past run"
+    )
+    if step.max_trained is not None:
+        text += f", whose completions have at most {step.max_trained:,} tokens"
+    return [text]
 
 
 def step_record(step: StepPrediction) -> dict[str, Any]:
-    """Return everything that `step_table` and `step_lines` show."""
+    """Return the numbers that `step_table` and `step_lines` show."""
     phases = {}
     for each in step.phases:
         seconds = {"measured_s": each.measured_s, "predicted_s": each.predicted_s}
-        phases[each.name] = {**seconds, "rule": each.rule, "costs": each.costs.tolist()}
-    return {
-        "seconds_per_step": step.predicted_s,
-        "measured_seconds_per_step": step.measured_s,
-        "tokens_per_s": step.tokens_per_s,
-        "num_recorded_steps": step.num_recorded,
-        "phases": phases,
-        "notes": list(step.notes),
-    }
+        phases[each.name] = {**seconds, "costs": each.costs.tolist()}
+    names = ("predicted_s", "measured_s", "tokens_per_s", "num_recorded", "max_trained")
+    return {**{name: getattr(step, name) for name in names}, "phases": phases}

@@ -75,7 +75,8 @@ class StepPrediction:
     num_tokens: float
     """Tokens of a predicted step, prompts included."""
     num_workers: int
-    notes: tuple[str, ...] = ()
+    max_trained: int | None = None
+    """Length at which recorded completions ended, if longer ones are possible."""
 
     @property
     def measured_s(self) -> float:
@@ -95,29 +96,23 @@ def fit_costs(features: np.ndarray, seconds: np.ndarray, shares: Sequence[float]
 
     Least squares with a normal prior (ridge regression): the part of the time of feature f is
     `shares[f]`, with a standard deviation of `_TOLERANCE`. Where the features of the steps hardly
-    differ, any division of the time among them would fit, and the assumed shares remain.
+    differ, any division of the time among them would fit, and the assumed shares remain. The mean
+    of the recorded steps is met exactly.
     """
     means = features.mean(axis=0)
-    total = seconds.mean()
-    used = np.flatnonzero(means > 0)
-    costs = np.zeros(features.shape[1])
+    is_used = means > 0
     # In parts of the mean time: a cost of 1 takes all of it.
-    scaled = features[:, used] / means[used]
-    relative = seconds / total if total > 0 else seconds
-    prior = np.array(shares)[used]
+    units = np.where(is_used, means, 1.0)
+    scaled = features / units
+    relative = seconds / (seconds.mean() or 1.0)
     plain, *_ = np.linalg.lstsq(scaled, relative, rcond=None)
-    freedom = max(len(seconds) - len(used), 1)
+    freedom = max(len(seconds) - int(is_used.sum()), 1)
     noise = max(float(np.sqrt(np.sum((relative - scaled @ plain) ** 2) / freedom)), _MIN_NOISE)
-    while len(used):
-        rows = np.vstack([scaled / noise, np.eye(len(used)) / _TOLERANCE])
-        values = np.concatenate([relative / noise, prior / _TOLERANCE])
-        found, *_ = np.linalg.lstsq(rows, values, rcond=None)
-        if (found >= 0).all():
-            costs[used] = found * total / means[used]
-            break
-        kept = found > found.min()
-        scaled, prior, used = scaled[:, kept], prior[kept], used[kept]
-    return costs
+    rows = np.vstack([scaled / noise, np.eye(len(means)) / _TOLERANCE])
+    values = np.concatenate([relative / noise, np.array(shares) / _TOLERANCE])
+    found, *_ = np.linalg.lstsq(rows, values, rcond=None)
+    costs = np.where(is_used, np.maximum(found, 0.0), 0.0)
+    return costs / (costs.sum() or 1.0) * seconds.mean() / units
 
 
 def draw_steps(

@@ -39,6 +39,9 @@ def test_steps_that_follow_the_model_are_predicted(
     shares = (1.0,) if is_one else (0.9, 0.1)
     phase = Phase("a", "", seconds, features, features, shares)
     assert phase.predicted_s == pytest.approx(seconds.mean(), rel=0.02)
+    # Three times as many rows and microbatches, whatever the division of the time among them.
+    larger = Phase("a", "", seconds, features, 3 * features, shares)
+    assert larger.predicted_s == pytest.approx(3 * seconds.mean(), rel=0.02)
     assert (phase.costs >= 0).all()
 
 
