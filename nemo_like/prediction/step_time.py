@@ -139,7 +139,8 @@ def draw_steps(
             drawn.append(counts.take(rng.permutation(groups).ravel()))
     else:
         pool = TokenCounts.concat(steps)
-        groups = _sorted_groups(pool, group_size)
+        # A smaller group has any rows of the group, not the shortest.
+        groups = rng.permuted(_sorted_groups(pool, group_size), axis=1)
         num_steps = max(min(len(steps), _MAX_ROWS // (num_groups * new_group_size)), 1)
         num_rounds = ceil_div(num_steps * num_groups, len(groups))
         order = np.concatenate([rng.permutation(len(groups)) for _ in range(num_rounds)])

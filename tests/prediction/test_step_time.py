@@ -134,3 +134,11 @@ def test_rows_repeat_only_where_there_are_too_few() -> None:
     (drawn,) = draw_steps([counts], 1, num_groups=20)
     repeats = np.bincount(drawn.lengths)[1:]
     assert repeats.sum() == 20 and set(repeats.tolist()) == {2, 3}
+
+
+def test_a_smaller_group_has_short_and_long_rows() -> None:
+    # Groups of a short and a long row; the mean of many groups of one row is near 50.5.
+    counts = TokenCounts(np.tile([1, 100], 400) + 1, np.tile([1, 100], 400))
+    (drawn,) = draw_steps([counts], 2, 400, 1)
+    assert drawn.num_trained is not None
+    assert float(drawn.num_trained.mean()) == pytest.approx(50.5, abs=10.0)
