@@ -14,8 +14,7 @@ from nemo_like.cli import main
 from tests.recipe import Recipe
 
 PROMPTS, GROUP, ROWS_PER_MICROBATCH = 8, 4, 4
-PADDED = ("policy.sequence_packing.enabled=false", "policy.shared_prefix=false")
-"""Four padded rows per microbatch."""
+BATCH_SIZE = "policy.train_global_batch_size"
 
 
 def step_seconds(prompts: list[int], completions: list[int], num_workers: int) -> dict[str, float]:
@@ -68,6 +67,12 @@ def simulated(capsys: pytest.CaptureFixture[str], run: Path, *options: str) -> d
     capsys.readouterr()
     assert main(["plan", str(run), "--simulate", "--json", "-", *options]) == 0
     return json.loads(capsys.readouterr().out)["simulation"]
+
+
+def message(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    capsys.readouterr()
+    assert main(["plan", "--simulate", *map(str, arguments)]) == 2
+    return capsys.readouterr().err
 
 
 def recorded_lengths(run: Path) -> list[tuple[int, int]]:
@@ -125,18 +130,31 @@ def test_more_ranks_are_not_slower(recipe: Recipe, capsys) -> None:
     assert rollouts == sorted(rollouts, reverse=True)
 
 
+def test_thousands_of_gpus_are_predicted(recipe: Recipe, capsys) -> None:
+    run = record_run(recipe)
+    num_rows = 4 * 4096
+    options = ("--gpus", "4096", "--memory-gb", "80", "policy.sequence_packing.enabled=true")
+    options += (f"grpo.num_prompts_per_step={num_rows // GROUP}", f"{BATCH_SIZE}={num_rows}")
+    assert "only one of both uses GPUs" in message(capsys, run, *options)
+    config = run / "config.yaml"
+    text = config.read_text().replace("{backend: local}", "{backend: ray, gpus_per_node: 8}")
+    config.write_text(text.replace("\npolicy:\n", "\npolicy:\n  precision: bfloat16\n"))
+    layout = ("parallel.tensor=1", "parallel.context=1", "parallel.pipeline=1")
+    found = simulated(capsys, run, *options, *layout)
+    assert found["phases"]["environment"]["predicted_s"] == pytest.approx(1e-4 * num_rows)
+    assert found["phases"]["driver"]["predicted_s"] == pytest.approx(2e-4 * num_rows)
+    # Eight GPUs had 32 rows, 4096 have 16384: each has as many.
+    for name in ("training", "rollout"):
+        phase = found["phases"][name]
+        assert phase["predicted_s"] == pytest.approx(phase["measured_s"], rel=0.5), name
+
+
 def test_the_table_has_measured_and_predicted_seconds(recipe: Recipe, capsys) -> None:
     assert main(["plan", str(record_run(recipe)), "--simulate"]) == 0
     shown = capsys.readouterr().out
     for word in ("measured s", "predicted s", "weight sync", "8 steps of the past run"):
         assert word in " ".join(shown.split())
     assert max(map(len, shown.splitlines())) <= 100
-
-
-def message(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    capsys.readouterr()
-    assert main(["plan", "--simulate", *map(str, arguments)]) == 2
-    return capsys.readouterr().err
 
 
 def test_what_was_not_measured_is_one_error(recipe: Recipe, tmp_path: Path, capsys) -> None:
