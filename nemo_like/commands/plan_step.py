@@ -40,7 +40,7 @@ _ROLLOUT_SHARES = (0.5, 0.5)
 
 @dataclass(frozen=True, eq=False)
 class StepSetting:
-    """What a config says of a step, and the rows of steps with it."""
+    """The settings of a config that a step depends on, and the rows of steps with them."""
 
     policy: PolicyConfig
     cluster: ClusterConfig
