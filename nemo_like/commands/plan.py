@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_like.algorithms.registry import ALGORITHMS
-from nemo_like.commands.plan_step import StepSetting, simulate
+from nemo_like.commands.plan_step import StepSetting, check_keys, simulate
 from nemo_like.commands.report import write_output
 from nemo_like.commands.start import open_config
 from nemo_like.config.batching import StreamableDataConfig
@@ -28,6 +28,7 @@ from nemo_like.models.pretrained import import_transformers_without_torch
 from nemo_like.models.spec import ModelSpec, load_spec
 from nemo_like.policy.batching import plan_spec, shared_prefix_mode, stream_spec
 from nemo_like.prediction.lengths import PastRun, RowLengths, read_lengths, read_run
+from nemo_like.prediction.memory import GIB, MemoryModel, fitting_checkpointing
 from nemo_like.prediction.placement import policy_placement
 from nemo_like.prediction.plan_report import (
     BUDGET_MULTIPLE,
@@ -60,12 +61,6 @@ _DEFAULTS = Path(__file__).with_name("plan.yaml")
 _BUDGET_KEY = "policy.sequence_packing.train_mb_tokens"
 _ROW_KEYS = (_BUDGET_KEY, "policy.oversize_rows", "policy.max_total_sequence_length")
 """Keys that say what becomes of rows above the budget."""
-_MEASURED_KEYS = (
-    *("needs.job", "policy.model_name", "policy.engine", "policy.precision", "policy.compile"),
-    *("policy.lora.enabled", "policy.optimizer.name", "policy.generation.backend"),
-    "grpo.max_staleness",
-)
-"""Keys that change the measured times of a step, without a rule for other values."""
 _OTHER_KEYS = ("policy.engine", "parallel.sequence")
 """Keys of a layout beside those that a search sets."""
 _MAX_ROWS = 65_536
@@ -148,18 +143,23 @@ class _Inputs:
             # Without a token budget the largest possible microbatch takes its place.
             max_tokens = (spec.max_rows or 1) * policy.max_total_sequence_length
             budget_name = "policy.train_micro_batch_size x policy.max_total_sequence_length"
+        placement = policy_placement(
+            policy,
+            layout,
+            needs_reference=config.needs.reference,
+            teachers=self.teachers,
+            keeps_teacher_embeddings=config.needs.keeps_teacher_embeddings,
+        )
+        if policy.activation_checkpointing == "auto" and self.memory_gib is not None:
+            peaks = MemoryModel(self.model, placement).checkpointing_peaks(max_tokens)
+            mode = fitting_checkpointing(peaks, self.memory_gib * GIB)
+            placement = replace(placement, activation_checkpointing=mode)
         return PlanRequest(
             rows=self.rows,
             spec=spec if self.past is None else self.past.spec_of_rows(spec),
             max_tokens=max_tokens,
             model=self.model,
-            placement=policy_placement(
-                policy,
-                layout,
-                needs_reference=config.needs.reference,
-                teachers=self.teachers,
-                keeps_teacher_embeddings=config.needs.keeps_teacher_embeddings,
-            ),
+            placement=placement,
             oversize=policy.oversize_rows,
             budget_name=budget_name,
             stream=_stream_spec(config, spec),
@@ -237,30 +237,11 @@ def _simulate(
         raise ConfigError(f"--simulate: {inputs.notes[-1]}")
     old, old_request = inputs.of_past
     new = inputs.config
-    for key in _MEASURED_KEYS:
-        value, measured = _value(new, key), _value(old, key)
-        if value != measured:
-            raise ConfigError(
-                f"--simulate: {key} is {value}, but the times of the past run were measured with"
-                f" {measured}; give a run with the same value"
-            )
-    if _value(old, _MEASURED_KEYS[-1]):
-        raise ConfigError(
-            f"--simulate: with {_MEASURED_KEYS[-1]} above 0 the phases of a step overlap, and there"
-            " is no rule for that; give a run without it"
-        )
+    check_keys(old, new)
     settings = []
     for config, each in ((old, old_request), (new, request)):
         settings.append(StepSetting(config.policy, config.cluster, config.needs, each))
     return simulate(inputs.past, *settings, seed=new.seed)
-
-
-def _value(config: RunConfig, key: str) -> object:
-    """Return the value of a key; None for one of another job."""
-    try:
-        return attrgetter(key)(config)
-    except AttributeError:
-        return None
 
 
 def _name_run(arguments: argparse.Namespace) -> None:
@@ -357,7 +338,8 @@ def _remedy(inputs: _Inputs, request: PlanRequest) -> str:
     Without any, the length to which rows have to be truncated.
     """
     current = {key: attrgetter(key)(inputs.config) for key in (*KEYS, *_OTHER_KEYS)}
-    fixed = {key: current[key] for key in (*KEYS[3:], "parallel.tensor", *_OTHER_KEYS)}
+    searched = ("policy.activation_checkpointing", "parallel.context")
+    fixed = {key: value for key, value in current.items() if key not in searched}
     found = _candidates(inputs, request.placement.parallel_layout.world_size, fixed)
     text = f"the longest row ({inputs.rows.values.max():,} tokens) does not fit: "
     if found and found[0].fits:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 from statistics import fmean, median
 
 import numpy as np
@@ -31,6 +32,12 @@ _NUM_WARMUP = 2
 """Steps at the start of a run that are not used, unless there are no others: they compile."""
 _MAX_OVER_MEDIAN = 2.0
 """A step that took more than so many times the median was interrupted, and is not used."""
+_MEASURED_KEYS = (
+    *("needs.job", "policy.model_name", "policy.engine", "policy.precision", "policy.compile"),
+    *("policy.lora.enabled", "policy.optimizer.name", "policy.generation.backend"),
+    "grpo.max_staleness",
+)
+"""Keys that change the measured times of a step, without a rule for other values."""
 _PASS_RULE = "work of the slowest rank, and a time per microbatch"
 _PASS_SHARES = (0.9, 0.1)
 """Assumed shares of work and microbatches in the time of a pass."""
@@ -52,12 +59,9 @@ class StepSetting:
 
     @cached_property
     def plans(self) -> list[BatchPlan]:
-        """Raises ConfigError for rows that cannot be planned."""
+        """Raises ValueError for rows that cannot be planned."""
         spec, mode = self.request.spec, self.request.shared_prefix
-        try:
-            return [plan_batch(each, spec, shared_prefix=mode, warn=False) for each in self.steps]
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+        return [plan_batch(each, spec, shared_prefix=mode, warn=False) for each in self.steps]
 
     @property
     def training(self) -> np.ndarray:
@@ -92,7 +96,8 @@ class StepSetting:
 def simulate(past: PastRun, old: StepSetting, new: StepSetting, seed: int) -> StepPrediction:
     """Predict a step of `new` from the times of a past run with the setting `old`.
 
-    Raises ConfigError without such times, and for a run whose steps have other phases.
+    Raises ConfigError without such times, for a run whose steps have other phases, and for rows
+    that cannot be planned.
     """
     records, steps = _recorded_steps(past)
     _check(past, old, new)
@@ -117,13 +122,42 @@ def simulate(past: PastRun, old: StepSetting, new: StepSetting, seed: int) -> St
     drawn = draw_steps(*(steps, old_size, num_groups, new_size), max_trained=limit, seed=seed)
     old = replace(old, steps=recorded, group_size=old_size)
     new = replace(new, steps=drawn, group_size=new_size)
+    try:
+        phases = tuple(_phases(records, old, new))
+    except ValueError as error:
+        # A row above a token budget.
+        raise ConfigError(str(error)) from error
     return StepPrediction(
-        phases=tuple(_phases(records, old, new)),
+        phases=phases,
         num_recorded=len(records),
         num_tokens=fmean(counts.lengths.sum() for counts in drawn),
         num_workers=new.request.placement.parallel_layout.world_size,
         max_trained=old.policy.generation.max_new_tokens if is_cut else None,
     )
+
+
+def check_keys(old: object, new: object) -> None:
+    """Raise ConfigError for keys of two configs that change the measured times themselves."""
+    for key in _MEASURED_KEYS:
+        value, measured = _value(new, key), _value(old, key)
+        if value != measured:
+            raise ConfigError(
+                f"--simulate: {key} is {value}, but the times of the past run were measured with"
+                f" {measured}; give a run with the same value"
+            )
+    if _value(old, _MEASURED_KEYS[-1]):
+        raise ConfigError(
+            f"--simulate: with {_MEASURED_KEYS[-1]} above 0 the phases of a step overlap, and there"
+            " is no rule for that; give a run without it"
+        )
+
+
+def _value(config: object, key: str) -> object:
+    """Return the value of a key; None for one of another job."""
+    try:
+        return attrgetter(key)(config)
+    except AttributeError:
+        return None
 
 
 def _phases(

@@ -8,7 +8,8 @@ docs/planner.md has every formula in words.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import get_args
 
 from nemo_like.config.schema import ActivationCheckpointing
 from nemo_like.integer_math import ceil_div
@@ -63,6 +64,14 @@ class MemoryModel:
     def peak(self, max_tokens: int) -> float:
         """Return the peak bytes with microbatches of up to `max_tokens`."""
         return sum(self.parts(max_tokens).values())
+
+    def checkpointing_peaks(self, max_tokens: int) -> dict[ActivationCheckpointing, float]:
+        """Return mode of `policy.activation_checkpointing` -> `peak`, the fastest mode first."""
+        peaks = {}
+        for mode in get_args(ActivationCheckpointing):
+            placement = replace(self.placement, activation_checkpointing=mode)
+            peaks[mode] = replace(self, placement=placement).peak(max_tokens)
+        return peaks
 
     def parts(self, max_tokens: int) -> dict[str, float]:
         """Return part -> bytes at the moment of the peak, in the order of the charts."""

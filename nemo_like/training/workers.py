@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, get_args
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -18,7 +18,6 @@ from nemo_like.config.schema import ActivationCheckpointing, ClusterConfig, Poli
 from nemo_like.data.packing.balance import compile_kernels, needs_kernels
 from nemo_like.distributed.worker_group import call_all
 from nemo_like.metrics import start_timers
-from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
@@ -214,7 +213,8 @@ def _start_policy(settings: WorkersStart, start: StartGroup, progress: Progress)
     spec = open_model_spec(policy, needs.head)
     peaks: dict[ActivationCheckpointing, float] = {}
     if policy.activation_checkpointing == "auto" and settings.cluster.gpus_per_node:
-        peaks = checkpointing_peaks(settings, spec)
+        max_tokens, memory = policy_memory(policy, settings.layout, needs, spec, "cuda")
+        peaks = memory.checkpointing_peaks(max_tokens)
     group = start(
         GroupPlacement(
             kind="policy", name="policy", bundles="policy", parallel_layout=settings.layout
@@ -243,18 +243,6 @@ def _start_policy(settings: WorkersStart, start: StartGroup, progress: Progress)
     return started
 
 
-def checkpointing_peaks(
-    settings: WorkersStart, spec: ModelSpec
-) -> dict[ActivationCheckpointing, float]:
-    """Return mode -> predicted peak bytes of a policy worker on a GPU, the fastest mode first."""
-    peaks = {}
-    for mode in get_args(ActivationCheckpointing):
-        policy = replace(settings.policy, activation_checkpointing=mode)
-        _, parts = policy_memory(policy, settings.layout, settings.needs, spec, "cuda")
-        peaks[mode] = sum(parts.values())
-    return peaks
-
-
 def gpu_sharing(settings: WorkersStart, policy: Policy) -> GpuSharing:
     """Return what shares the devices of the policy in a run, and whether they take turns.
 
@@ -271,10 +259,10 @@ def gpu_sharing(settings: WorkersStart, policy: Policy) -> GpuSharing:
         return GpuSharing(True, "a reward model shares their GPUs", has_reward_models)
     chosen = policy.config.activation_checkpointing
     config, layout = replace(settings.policy, activation_checkpointing=chosen), settings.layout
-    _, parts = policy_memory(config, layout, needs, policy.model, "cuda")
+    max_tokens, memory = policy_memory(config, layout, needs, policy.model, "cuda")
     decision = decide_offload(
         cluster.offload,
-        policy_bytes=sum(parts.values()),
+        policy_bytes=memory.peak(max_tokens),
         generator_bytes=generation_backend(config).peak_bytes(config, policy.model, device_bytes),
         device_bytes=device_bytes,
     )

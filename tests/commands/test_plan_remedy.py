@@ -74,3 +74,22 @@ def test_weights_that_do_not_fit_have_no_remedy(
     record = plan(capsys, lengths, "--memory-gb", "8")
     (note,) = [each for each in record["notes"] if "does not fit" in each]
     assert note.endswith("use more GPUs, or policy.lora.enabled=true") and "set" not in note
+
+
+def test_auto_takes_the_checkpointing_that_fits(
+    lengths: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = "policy.activation_checkpointing"
+    modes = set()
+    for memory_gb in ("24", "140", "200"):
+        options = ("--memory-gb", memory_gb, "policy.lora.enabled=true")
+        record = plan(capsys, lengths, *options, f"{key}=auto")
+        mode = record["setting"]["activation_checkpointing"]
+        modes.add(mode)
+        # The budget is the longest row, rounded up; a faster mode does not fit.
+        assert record["memory"]["peak_bytes"] <= record["memory"]["usable_bytes"] or mode == "full"
+        faster = {"none": [], "selective": ["none"], "full": ["none", "selective"]}[mode]
+        for other in faster:
+            memory = plan(capsys, lengths, *options, f"{key}={other}")["memory"]
+            assert memory["peak_bytes"] > memory["usable_bytes"]
+    assert len(modes) > 1

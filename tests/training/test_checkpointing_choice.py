@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_like.algorithms.sft.loop import run_sft
+from nemo_like.config.parallel import policy_layout
 from nemo_like.prediction.memory import GIB, fitting_checkpointing, usable_bytes
-from nemo_like.training.groups import WorkersStart
-from nemo_like.training.model_files import open_model_spec
-from nemo_like.training.workers import checkpointing_peaks
+from nemo_like.training.model_files import open_model_spec, policy_memory
 from tests.recipe import Recipe
 
 MODES = ("none", "selective", "full")
@@ -36,15 +35,11 @@ def test_a_device_without_a_limit_recomputes_nothing() -> None:
 def test_the_peaks_fall_with_recomputation(recipe: Recipe) -> None:
     keys = ("policy.activation_checkpointing=auto", "policy.sequence_packing.train_mb_tokens=65536")
     config = recipe.sft(*keys, "cluster.gpus_per_node=1")
-    settings = WorkersStart(
-        policy=config.policy,
-        parallel=config.parallel,
-        cluster=config.cluster,
-        data=config.data,
-        needs=config.needs,
-        seed=config.seed,
-    )
-    peaks = checkpointing_peaks(settings, open_model_spec(config.policy))
+    layout = policy_layout(config.parallel, config.cluster)
+    spec = open_model_spec(config.policy)
+    max_tokens, memory = policy_memory(config.policy, layout, config.needs, spec, "cuda")
+    assert max_tokens == 65536
+    peaks = memory.checkpointing_peaks(max_tokens)
     assert tuple(peaks) == MODES
     assert peaks["none"] > peaks["selective"] > peaks["full"]
     # Devices of which each mode is the fastest that fits, with room for the CUDA context.
