@@ -47,7 +47,7 @@ from nemo_like.prediction.search import (
     search,
     truncation,
 )
-from nemo_like.prediction.step_table import step_lines, step_record, step_table
+from nemo_like.prediction.step_table import step_line, step_record, step_table
 from nemo_like.prediction.step_time import StepPrediction
 from nemo_like.prediction.table import overrides_text, search_record, show, to_record
 from nemo_like.run.progress import Progress
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     if is_packed and report.recommendation and report.recommendation.outcome is None:
         report = replace(report, notes=(*report.notes, _remedy(inputs, request)))
     step = _simulate(arguments, inputs, request) if arguments.simulate else None
-    shown = None if step is None else (step_table(step), step_lines(step))
+    shown = None if step is None else (step_table(step), step_line(step))
     if arguments.html is not None:
         # Imported here: Bokeh and jinja2 are needed for the page only.
         from nemo_like.reports.plan_page import plan_page

@@ -103,9 +103,8 @@ def simulate(past: PastRun, old: StepSetting, new: StepSetting, seed: int) -> St
     _check(past, old, new)
     old_batch, new_batch = old.needs.batch, new.needs.batch
     old_size = new_size = 1
-    limit = None
+    limits = [each.policy.generation.max_new_tokens for each in (old, new)]
     if new.needs.rollouts is not None:
-        limit = new.policy.generation.max_new_tokens
         old_size = old_batch.num_rows // old_batch.num_examples
         new_size = new_batch.num_rows // new_batch.num_examples
     if any(len(counts.lengths) % old_size for counts in steps):
@@ -118,8 +117,9 @@ def simulate(past: PastRun, old: StepSetting, new: StepSetting, seed: int) -> St
         kept = fmean(len(counts.lengths) for counts in steps) / old_batch.num_rows
         num_groups = max(round(kept * new_batch.num_rows / new_size), 1)
     recorded = draw_steps(steps, old_size, seed=seed)
-    is_cut = limit is not None and limit > old.policy.generation.max_new_tokens
-    drawn = draw_steps(*(steps, old_size, num_groups, new_size), max_trained=limit, seed=seed)
+    # The completions of several turns may be longer than either limit.
+    limit = limits[1] if new.needs.rollouts and limits[1] < limits[0] else None
+    drawn = draw_steps(steps, old_size, num_groups, new_size, max_trained=limit, seed=seed)
     old = replace(old, steps=recorded, group_size=old_size)
     new = replace(new, steps=drawn, group_size=new_size)
     try:
@@ -132,7 +132,7 @@ def simulate(past: PastRun, old: StepSetting, new: StepSetting, seed: int) -> St
         num_recorded=len(records),
         num_tokens=fmean(counts.lengths.sum() for counts in drawn),
         num_workers=new.request.placement.parallel_layout.world_size,
-        max_trained=old.policy.generation.max_new_tokens if is_cut else None,
+        max_trained=limits[0] if new.needs.rollouts and limits[1] > limits[0] else None,
     )
 
 

@@ -20,8 +20,8 @@ def step_table(step: StepPrediction) -> TextTable:
     return TextTable(heads, (*rows, total), marked=len(rows))
 
 
-def step_lines(step: StepPrediction) -> list[str]:
-    """Return the lines about the predicted throughput, and what it is based on."""
+def step_line(step: StepPrediction) -> str:
+    """Return the line about the predicted throughput, and what it is based on."""
     text = (
         f"predicted: {step.predicted_s:.3g} s per step, {step.tokens_per_s:,.0f} tokens/s,"
         f" {step.tokens_per_s / step.num_workers:,.0f} per policy worker ({step.num_workers:,});"
@@ -29,11 +29,11 @@ def step_lines(step: StepPrediction) -> list[str]:
     )
     if step.max_trained is not None:
         text += f", whose completions have at most {step.max_trained:,} tokens"
-    return [text]
+    return text
 
 
 def step_record(step: StepPrediction) -> dict[str, Any]:
-    """Return the numbers that `step_table` and `step_lines` show."""
+    """Return the numbers that `step_table` and `step_line` show."""
     phases = {}
     for each in step.phases:
         seconds = {"measured_s": each.measured_s, "predicted_s": each.predicted_s}

@@ -54,11 +54,11 @@ class TextTable:
 
 
 def show(
-    report: PlanReport, found: list[Candidate], step: tuple[TextTable, list[str]] | None = None
+    report: PlanReport, found: list[Candidate], step: tuple[TextTable, str] | None = None
 ) -> None:
     """Print the report of the best candidate of a search, or of a config if there are none.
 
-    `step` is a table of the phases of a step, with the lines below it.
+    `step` is a table of the phases of a step, with the line below it.
     """
     console = Console(highlight=False)
     # Rich assumes 80 columns for a pipe, in which the tables do not fit.
@@ -80,8 +80,7 @@ def show(
         _say(console, line)
     if step is not None:
         console.print(_rich(step[0]))
-        for line in step[1]:
-            _say(console, line)
+        _say(console, step[1])
     console.print(_rich(memory_table(report)))
     for line in recommendation_lines(report):
         _say(console, line)
