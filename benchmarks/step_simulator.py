@@ -4,7 +4,10 @@
     nemo-like sft --config examples/configs/demo_sft.yaml sft.max_num_steps=100
     python -m benchmarks.step_simulator --folder simulated
 
-A run on the local backend is bound to one core; on Ray each worker has one thread. Runs that are in
+A run on the local backend is bound to one core; on Ray each worker has one thread. Two virtual cores
+may be threads of one core, on which two workers are slower than one, and the prediction does not
+know that: a run with one worker from which two are predicted has another process on the second
+core (`--idle` leaves it idle). Runs that are in
 the folder are not repeated, and no run starts after `--max-minutes`, so that the command can be
 called again. The first two steps of a run are not counted. A run is repeated, up to `--tries`
 times, if the standard deviation of its steps is above `MAX_SPREAD` of their mean: then something
@@ -76,12 +79,21 @@ class Configuration:
     source: str | None = None
     """None: the run is only recorded."""
     kind: str = "grpo"
+    is_busy: bool = False
+    """A process that multiplies matrices runs beside it."""
 
 
+BUSY = """
+import torch
+torch.set_num_threads(1)
+matrix = torch.rand(256, 256)
+while True:
+    matrix @ matrix
+"""
 CONFIGURATIONS = {
     "local": Configuration("GRPO, 32 x 8 completions, 2,048 tokens", LOCAL),
-    "ray": Configuration("the same on Ray, 1 worker", RAY_1),
-    "sft": Configuration("SFT, 256 rows, 2,048 tokens, Ray, 1 worker", RAY_1, kind="sft"),
+    "ray": Configuration("the same on Ray, 1 worker", RAY_1, is_busy=True),
+    "sft": Configuration("SFT, 256 rows, 2,048 tokens, Ray, 1 worker", RAY_1, None, "sft", True),
     "budget": Configuration("512 tokens per microbatch", LOCAL | {BUDGET: "512"}, "local"),
     "ffd": Configuration("first fit decreasing, 1,024 tokens", LOCAL | FFD, "local"),
     "padded": Configuration("dynamic batching (padded rows)", LOCAL | PADDED, "local"),
@@ -127,7 +139,7 @@ def step_seconds(folder: Path, name: str) -> np.ndarray:
     return np.array([each["timing/step_s"] for each in records if "timing/step_s" in each])[WARMUP:]
 
 
-def record(folder: Path, name: str, num_steps: int, tries: int) -> None:
+def record(folder: Path, name: str, num_steps: int, tries: int, *, idle: bool) -> None:
     """Run a configuration until its steps take about the same time."""
     kind = CONFIGURATIONS[name].kind
     command = [sys.executable, "-m", "nemo_like", kind]
@@ -138,8 +150,16 @@ def record(folder: Path, name: str, num_steps: int, tries: int) -> None:
     spreads = []
     for _ in range(tries):
         shutil.rmtree(folder / name, ignore_errors=True)
-        with (folder / f"{name}.out").open("w", encoding="utf-8") as output:
-            subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=True)
+        busy = None
+        if CONFIGURATIONS[name].is_busy and not idle:
+            busy = subprocess.Popen([sys.executable, "-c", BUSY])
+        try:
+            with (folder / f"{name}.out").open("w", encoding="utf-8") as output:
+                subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=True)
+        finally:
+            if busy is not None:
+                busy.kill()
+                busy.wait()
         seconds = step_seconds(folder, name)
         spreads.append(seconds.std() / seconds.mean())
         print(f"{name}: {seconds.mean():.3f} s, spread {spreads[-1]:.1%}", flush=True)
@@ -186,6 +206,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="where runs are recorded")
     parser.add_argument("--steps", type=int, default=22, help="steps of a run")
     parser.add_argument("--tries", type=int, default=2, help="max runs of a configuration")
+    parser.add_argument("--idle", action="store_true", help="no process on the second core")
     parser.add_argument("--max-minutes", type=float, default=60.0)
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
@@ -196,7 +217,7 @@ def main() -> None:
         if time.monotonic() - start > 60 * arguments.max_minutes:
             print("some runs are missing: call again")
             return
-        record(arguments.folder, name, arguments.steps, arguments.tries)
+        record(arguments.folder, name, arguments.steps, arguments.tries, idle=arguments.idle)
     show(arguments.folder)
 
 
