@@ -4,10 +4,10 @@
     nemo-like sft --config examples/configs/demo_sft.yaml sft.max_num_steps=100
     python -m benchmarks.step_simulator --folder simulated
 
-A run on the local backend is bound to one core; on Ray each worker has one thread. Two virtual cores
-may be threads of one core, on which two workers are slower than one, and the prediction does not
-know that: a run with one worker from which two are predicted has another process on the second
-core (`--idle` leaves it idle). Runs that are in
+A run on the local backend is bound to one core; on Ray each worker has one thread. Two virtual
+cores may be threads of one core, on which each of two workers is slower than one alone, which the
+prediction does not know: runs with one worker from which two are predicted have another process on
+the second core (`--idle` leaves it idle). Runs that are in
 the folder are not repeated, and no run starts after `--max-minutes`, so that the command can be
 called again. The first two steps of a run are not counted. A run is repeated, up to `--tries`
 times, if the standard deviation of its steps is above `MAX_SPREAD` of their mean: then something
