@@ -4,14 +4,12 @@
     nemo-like sft --config examples/configs/demo_sft.yaml sft.max_num_steps=100
     python -m benchmarks.step_simulator --folder simulated
 
-A run on the local backend is bound to one core; on Ray each worker has one thread. Two virtual
-cores may be threads of one core, on which each of two workers is slower than one alone, which the
-prediction does not know: runs with one worker from which two are predicted have another process on
-the second core (`--idle` leaves it idle). Runs that are in
+A run on the local backend is bound to one core; on Ray each worker has one thread. Runs that are in
 the folder are not repeated, and no run starts after `--max-minutes`, so that the command can be
 called again. The first two steps of a run are not counted. A run is repeated, up to `--tries`
 times, if the standard deviation of its steps is above `MAX_SPREAD` of their mean: then something
-else ran on the machine. The table is printed when all runs are there.
+else ran on the machine. The table is printed when all runs are there. Its last rows are predicted
+from a run with another number of workers on the same two cores.
 """
 
 from __future__ import annotations
@@ -72,55 +70,46 @@ FFD = {"policy.sequence_packing.algorithm": "first_fit_decreasing", BUDGET: "102
 
 @dataclass(frozen=True)
 class Configuration:
-    """A run, and the run from which its step is predicted."""
+    """A recorded run."""
 
     title: str
     keys: dict[str, str] = field(default_factory=dict)
-    source: str | None = None
-    """None: the run is only recorded."""
     kind: str = "grpo"
-    is_busy: bool = False
-    """A process that multiplies matrices runs beside it."""
 
 
-BUSY = """
-import torch
-torch.set_num_threads(1)
-matrix = torch.rand(256, 256)
-while True:
-    matrix @ matrix
-"""
 CONFIGURATIONS = {
-    "local": Configuration("GRPO, 32 x 8 completions, 2,048 tokens", LOCAL),
-    "ray": Configuration("the same on Ray, 1 worker", RAY_1, is_busy=True),
-    "sft": Configuration("SFT, 256 rows, 2,048 tokens, Ray, 1 worker", RAY_1, None, "sft", True),
-    "budget": Configuration("512 tokens per microbatch", LOCAL | {BUDGET: "512"}, "local"),
-    "ffd": Configuration("first fit decreasing, 1,024 tokens", LOCAL | FFD, "local"),
-    "padded": Configuration("dynamic batching (padded rows)", LOCAL | PADDED, "local"),
-    "batch": Configuration(
-        "16 prompts", LOCAL | {"grpo.num_prompts_per_step": "16", BATCH: "128"}, "local"
-    ),
+    "local": Configuration("GRPO, 32 x 8 completions, 2,048 tokens, local", LOCAL),
+    "budget": Configuration("512 tokens per microbatch", LOCAL | {BUDGET: "512"}),
+    "ffd": Configuration("first fit decreasing, 1,024 tokens", LOCAL | FFD),
+    "padded": Configuration("dynamic batching (padded rows)", LOCAL | PADDED),
+    "batch": Configuration("16 prompts", LOCAL | {"grpo.num_prompts_per_step": "16", BATCH: "128"}),
     "group": Configuration(
         "16 prompts x 16 completions",
         LOCAL | {"grpo.num_prompts_per_step": "16", "grpo.num_generations_per_prompt": "16"},
-        "local",
     ),
     "short": Configuration(
-        "at most 24 new tokens", LOCAL | {"policy.generation.max_new_tokens": "24"}, "local"
+        "at most 24 new tokens", LOCAL | {"policy.generation.max_new_tokens": "24"}
     ),
-    "prefixes": Configuration(
-        "no shared prefixes", LOCAL | {"policy.shared_prefix": "false"}, "local"
-    ),
-    "ray2": Configuration("Ray, 2 workers", RAY_2, "ray"),
+    "prefixes": Configuration("no shared prefixes", LOCAL | {"policy.shared_prefix": "false"}),
+    "ray": Configuration("Ray, 1 worker", RAY_1),
+    "ray2": Configuration("Ray, 2 workers", RAY_2),
     "ray2_batch": Configuration(
         "Ray, 2 workers, 64 prompts, 1,024 tokens",
         RAY_2 | {"grpo.num_prompts_per_step": "64", BATCH: "512", BUDGET: "1024"},
-        "ray",
     ),
-    "sft2": Configuration(
-        "SFT, Ray, 2 workers, 512 tokens", RAY_2 | {BUDGET: "512"}, "sft", kind="sft"
-    ),
+    "sft": Configuration("SFT, 256 rows, 2,048 tokens, Ray, 1 worker", RAY_1, "sft"),
+    "sft2_base": Configuration("SFT, Ray, 2 workers", RAY_2, "sft"),
+    "sft2": Configuration("SFT, Ray, 2 workers, 512 tokens", RAY_2 | {BUDGET: "512"}, "sft"),
 }
+LOCAL_NAMES = ("budget", "ffd", "padded", "batch", "group", "short", "prefixes", "ray")
+PREDICTIONS = (
+    *((name, "local") for name in LOCAL_NAMES),
+    ("ray2_batch", "ray2"),
+    ("sft2", "sft2_base"),
+)
+"""(configuration, the run from which it is predicted)."""
+OTHER_WORKERS = (("ray2", "ray"), ("ray2_batch", "ray"), ("sft2", "sft"))
+"""The same, with another number of workers."""
 
 
 def keys_of(name: str) -> list[str]:
@@ -139,7 +128,7 @@ def step_seconds(folder: Path, name: str) -> np.ndarray:
     return np.array([each["timing/step_s"] for each in records if "timing/step_s" in each])[WARMUP:]
 
 
-def record(folder: Path, name: str, num_steps: int, tries: int, *, idle: bool) -> None:
+def record(folder: Path, name: str, num_steps: int, tries: int) -> None:
     """Run a configuration until its steps take about the same time."""
     kind = CONFIGURATIONS[name].kind
     command = [sys.executable, "-m", "nemo_like", kind]
@@ -150,16 +139,8 @@ def record(folder: Path, name: str, num_steps: int, tries: int, *, idle: bool) -
     spreads = []
     for _ in range(tries):
         shutil.rmtree(folder / name, ignore_errors=True)
-        busy = None
-        if CONFIGURATIONS[name].is_busy and not idle:
-            busy = subprocess.Popen([sys.executable, "-c", BUSY])
-        try:
-            with (folder / f"{name}.out").open("w", encoding="utf-8") as output:
-                subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=True)
-        finally:
-            if busy is not None:
-                busy.kill()
-                busy.wait()
+        with (folder / f"{name}.out").open("w", encoding="utf-8") as output:
+            subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=True)
         seconds = step_seconds(folder, name)
         spreads.append(seconds.std() / seconds.mean())
         print(f"{name}: {seconds.mean():.3f} s, spread {spreads[-1]:.1%}", flush=True)
@@ -167,10 +148,8 @@ def record(folder: Path, name: str, num_steps: int, tries: int, *, idle: bool) -
             return
 
 
-def predict(folder: Path, name: str) -> float:
+def predict(folder: Path, name: str, source: str) -> float:
     """Return the predicted seconds of a step."""
-    source = CONFIGURATIONS[name].source
-    assert source is not None, "the run is predicted"
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
         code = nemo_like(
@@ -186,16 +165,14 @@ def show(folder: Path) -> None:
     print("\n| configuration | predicted from | measured s | predicted s | error |")
     print("|---|---|---|---|---|")
     errors = []
-    for name, each in CONFIGURATIONS.items():
+    for name, source in (*PREDICTIONS, *OTHER_WORKERS):
         seconds = step_seconds(folder, name).mean()
-        if each.source is None:
-            print(f"| {each.title} | (recorded) | {seconds:.3f} | - | - |")
-            continue
-        predicted = predict(folder, name)
+        predicted = predict(folder, name, source)
         errors.append(predicted / seconds - 1.0)
-        source = "SFT" if each.kind == "sft" else each.source
-        print(f"| {each.title} | {source} | {seconds:.3f} | {predicted:.3f} | {errors[-1]:+.1%} |")
-    print(f"\nlargest error: {max(map(abs, errors)):.1%}, mean {np.mean(np.abs(errors)):.1%}")
+        title, other = CONFIGURATIONS[name].title, CONFIGURATIONS[source].title
+        print(f"| {title} | {other} | {seconds:.3f} | {predicted:.3f} | {errors[-1]:+.1%} |")
+    own = np.abs(errors[: len(PREDICTIONS)])
+    print(f"\nlargest error of the first {len(own)}: {own.max():.1%}, mean {own.mean():.1%}")
 
 
 def main() -> None:
@@ -206,7 +183,6 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="where runs are recorded")
     parser.add_argument("--steps", type=int, default=22, help="steps of a run")
     parser.add_argument("--tries", type=int, default=2, help="max runs of a configuration")
-    parser.add_argument("--idle", action="store_true", help="no process on the second core")
     parser.add_argument("--max-minutes", type=float, default=60.0)
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
@@ -217,7 +193,7 @@ def main() -> None:
         if time.monotonic() - start > 60 * arguments.max_minutes:
             print("some runs are missing: call again")
             return
-        record(arguments.folder, name, arguments.steps, arguments.tries, idle=arguments.idle)
+        record(arguments.folder, name, arguments.steps, arguments.tries)
     show(arguments.folder)
 
 
