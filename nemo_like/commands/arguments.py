@@ -136,6 +136,11 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         " with --memory-gb; keys that are set are kept"
     )
     parser.add_argument("--gpus", type=positive_integer, metavar="N", help=text)
+    text = (
+        "predict the time of a step, phase by phase, with KEY=VALUE or --gpus, from the measured"
+        " phases of RUN"
+    )
+    parser.add_argument("--simulate", action="store_true", help=text)
     text = "JSON to FILE; with - to the output, instead of the table"
     parser.add_argument("--json", metavar="FILE", help=text)
     text = "one self-contained page with charts"

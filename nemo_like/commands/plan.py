@@ -8,8 +8,10 @@ import sys
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from nemo_like.algorithms.registry import ALGORITHMS
+from nemo_like.commands.plan_step import StepSetting, check_keys, simulate
 from nemo_like.commands.report import write_output
 from nemo_like.commands.start import open_config
 from nemo_like.config.batching import StreamableDataConfig
@@ -26,6 +28,7 @@ from nemo_like.models.pretrained import import_transformers_without_torch
 from nemo_like.models.spec import ModelSpec, load_spec
 from nemo_like.policy.batching import plan_spec, shared_prefix_mode, stream_spec
 from nemo_like.prediction.lengths import PastRun, RowLengths, read_lengths, read_run
+from nemo_like.prediction.memory import GIB, MemoryModel, fitting_checkpointing
 from nemo_like.prediction.placement import policy_placement
 from nemo_like.prediction.plan_report import (
     BUDGET_MULTIPLE,
@@ -34,7 +37,18 @@ from nemo_like.prediction.plan_report import (
     make_plan,
     measured_time,
 )
-from nemo_like.prediction.search import KEYS, NODE_GPUS, Candidate, Setting, all_settings, search
+from nemo_like.prediction.search import (
+    KEYS,
+    NODE_GPUS,
+    Candidate,
+    Setting,
+    all_settings,
+    changed_keys,
+    search,
+    truncation,
+)
+from nemo_like.prediction.step_table import step_line, step_record, step_table
+from nemo_like.prediction.step_time import StepPrediction
 from nemo_like.prediction.table import overrides_text, search_record, show, to_record
 from nemo_like.run.progress import Progress
 from nemo_like.training.images import open_images
@@ -47,6 +61,8 @@ _DEFAULTS = Path(__file__).with_name("plan.yaml")
 _BUDGET_KEY = "policy.sequence_packing.train_mb_tokens"
 _ROW_KEYS = (_BUDGET_KEY, "policy.oversize_rows", "policy.max_total_sequence_length")
 """Keys that say what becomes of rows above the budget."""
+_OTHER_KEYS = ("policy.engine", "parallel.sequence")
+"""Keys of a layout beside those that a search sets."""
 _MAX_ROWS = 65_536
 """Rows of a file of lengths that are planned without --limit."""
 _NUM_STEPS = 16
@@ -60,12 +76,19 @@ def run(arguments: argparse.Namespace) -> int:
     # The search plans the first rows only.
     request = replace(found[0].request, rows=inputs.rows) if found else inputs.request()
     report = make_plan(request)
+    is_packed = inputs.config.policy.sequence_packing.enabled
+    if is_packed and report.recommendation and report.recommendation.outcome is None:
+        report = replace(report, notes=(*report.notes, _remedy(inputs, request)))
+    step = _simulate(arguments, inputs, request) if arguments.simulate else None
+    shown = None if step is None else (step_table(step), step_line(step))
     if arguments.html is not None:
         # Imported here: Bokeh and jinja2 are needed for the page only.
         from nemo_like.reports.plan_page import plan_page
 
         write_output(arguments.html, plan_page(report, found), "--html")
     record = to_record(report) | ({"search": search_record(found)} if found else {})
+    if step is not None:
+        record["simulation"] = step_record(step)
     text = json.dumps(record, indent=1)
     # JSON on the standard output must not be mixed with the table.
     if arguments.json == "-":
@@ -73,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.json is not None:
         write_output(Path(arguments.json), f"{text}\n", "--json")
-    show(report, found)
+    show(report, found, shown)
     for name, path in (("page", arguments.html), ("JSON", arguments.json)):
         if path is not None:
             say(f"{name}: {path}")
@@ -94,6 +117,8 @@ class _Inputs:
     model: ModelSpec
     teachers: tuple[ModelSpec, ...]
     past: PastRun | None
+    of_past: tuple[RunConfig, PlanRequest] | None = None
+    """Of the past run with its own settings, if they suit."""
     measured: MeasuredTime | None = None
     memory_gib: float | None = None
     notes: tuple[str, ...] = ()
@@ -118,18 +143,23 @@ class _Inputs:
             # Without a token budget the largest possible microbatch takes its place.
             max_tokens = (spec.max_rows or 1) * policy.max_total_sequence_length
             budget_name = "policy.train_micro_batch_size x policy.max_total_sequence_length"
+        placement = policy_placement(
+            policy,
+            layout,
+            needs_reference=config.needs.reference,
+            teachers=self.teachers,
+            keeps_teacher_embeddings=config.needs.keeps_teacher_embeddings,
+        )
+        if policy.activation_checkpointing == "auto" and self.memory_gib is not None:
+            peaks = MemoryModel(self.model, placement).checkpointing_peaks(max_tokens)
+            mode = fitting_checkpointing(peaks, self.memory_gib * GIB)
+            placement = replace(placement, activation_checkpointing=mode)
         return PlanRequest(
             rows=self.rows,
             spec=spec if self.past is None else self.past.spec_of_rows(spec),
             max_tokens=max_tokens,
             model=self.model,
-            placement=policy_placement(
-                policy,
-                layout,
-                needs_reference=config.needs.reference,
-                teachers=self.teachers,
-                keeps_teacher_embeddings=config.needs.keeps_teacher_embeddings,
-            ),
+            placement=placement,
             oversize=policy.oversize_rows,
             budget_name=budget_name,
             stream=_stream_spec(config, spec),
@@ -187,11 +217,31 @@ def _with_measured_time(inputs: _Inputs, past: PastRun, arguments: argparse.Name
         if bool(config.cluster.gpus_per_node) != bool(inputs.config.cluster.gpus_per_node):
             raise ConfigError("only one of both uses GPUs (cluster.gpus_per_node)")
         request = _inputs(config, past.rows(), None).request()
+        measured = measured_time(request, past, config.needs.batch.num_epochs)
     except ConfigError as error:
         note = f"the time of the past run is not used: {error}"
         return replace(inputs, notes=(*inputs.notes, note))
-    measured = measured_time(request, past, config.needs.batch.num_epochs)
-    return replace(inputs, measured=measured)
+    return replace(inputs, measured=measured, of_past=(config, request))
+
+
+def _simulate(
+    arguments: argparse.Namespace, inputs: _Inputs, request: PlanRequest
+) -> StepPrediction:
+    """Return the prediction of `--simulate` with the layout of `request`. Raises ConfigError."""
+    if inputs.past is None or arguments.lengths is not None:
+        raise ConfigError(
+            "--simulate uses the times and the lengths of a past run: give its directory, without"
+            " --lengths"
+        )
+    if inputs.of_past is None:
+        raise ConfigError(f"--simulate: {inputs.notes[-1]}")
+    old, old_request = inputs.of_past
+    new = inputs.config
+    check_keys(old, new)
+    settings = []
+    for config, each in ((old, old_request), (new, request)):
+        settings.append(StepSetting(config.policy, config.cluster, config.needs, each))
+    return simulate(inputs.past, *settings, seed=new.seed)
 
 
 def _name_run(arguments: argparse.Namespace) -> None:
@@ -229,6 +279,29 @@ def _search(arguments: argparse.Namespace, inputs: _Inputs) -> list[Candidate]:
         raise ConfigError("--gpus searches with policy.sequence_packing.enabled=true; set it")
     given = {text.partition("=")[0].strip("+") for text in arguments.overrides}
     fixed = {key: attrgetter(key)(config) for key in (*KEYS, "policy.engine") if key in given}
+    if fixed.get(KEYS[0]) == "auto":
+        del fixed[KEYS[0]]
+    found = _candidates(inputs, arguments.gpus, fixed)
+    current = {key: attrgetter(key)(config) for key in KEYS}
+    if not found:
+        raise ConfigError(
+            f"--gpus {arguments.gpus}: no layout suits {inputs.model.name} and"
+            f" policy.train_global_batch_size {config.policy.train_global_batch_size}; raise the"
+            " latter, or leave out keys of parallel"
+        )
+    if not found[0].fits:
+        raise ConfigError(
+            f"nothing fits into {arguments.memory_gb:g} GiB on {arguments.gpus} GPUs: the least"
+            f" peak of the longest row is {found[0].peak_gib:.1f} GiB"
+            f" ({overrides_text(found[0])}); {truncation(found, current)}use more GPUs, or"
+            " policy.lora.enabled=true"
+        )
+    return found
+
+
+def _candidates(inputs: _Inputs, num_gpus: int, fixed: dict[str, Any]) -> list[Candidate]:
+    """Return the candidates with the `fixed` keys, the fastest first."""
+    config = inputs.config
 
     def request_of(setting: Setting) -> PlanRequest | None:
         engine = config.policy.engine
@@ -243,9 +316,9 @@ def _search(arguments: argparse.Namespace, inputs: _Inputs) -> list[Candidate]:
             context=setting.context,
             pipeline=setting.pipeline,
             expert=setting.expert,
-            sequence=setting.tensor > 1,
+            sequence=fixed.get("parallel.sequence", setting.tensor > 1),
         )
-        num_ranks = arguments.gpus // (setting.tensor * setting.context * setting.pipeline)
+        num_ranks = num_gpus // (setting.tensor * setting.context * setting.pipeline)
         is_small = num_ranks > policy.train_global_batch_size
         if is_small or parallel_problems(parallel, config.cluster, engine):
             return None
@@ -256,20 +329,22 @@ def _search(arguments: argparse.Namespace, inputs: _Inputs) -> list[Candidate]:
             return None
 
     has_experts = inputs.model.moe is not None
-    found = search(all_settings(arguments.gpus, has_experts=has_experts, fixed=fixed), request_of)
-    if not found:
-        raise ConfigError(
-            f"--gpus {arguments.gpus}: no layout suits {inputs.model.name} and"
-            f" policy.train_global_batch_size {config.policy.train_global_batch_size}; raise the"
-            " latter, or leave out keys of parallel"
-        )
-    if not found[0].fits:
-        raise ConfigError(
-            f"nothing fits into {arguments.memory_gb:g} GiB on {arguments.gpus} GPUs: the least"
-            f" peak of the longest row is {found[0].peak_gib:.1f} GiB"
-            f" ({overrides_text(found[0])}); use more GPUs, or policy.lora.enabled=true"
-        )
-    return found
+    return search(all_settings(num_gpus, has_experts=has_experts, fixed=fixed), request_of)
+
+
+def _remedy(inputs: _Inputs, request: PlanRequest) -> str:
+    """Return the fastest checkpointing and context size with which the longest row fits.
+
+    Without any, the length to which rows have to be truncated.
+    """
+    current = {key: attrgetter(key)(inputs.config) for key in (*KEYS, *_OTHER_KEYS)}
+    searched = ("policy.activation_checkpointing", "parallel.context")
+    fixed = {key: value for key, value in current.items() if key not in searched}
+    found = _candidates(inputs, request.placement.parallel_layout.world_size, fixed)
+    text = f"the longest row ({inputs.rows.values.max():,} tokens) does not fit: "
+    if found and found[0].fits:
+        return f"{text}set {changed_keys(found[0], current)}"
+    return f"{text}{truncation(found, current)}use more GPUs, or policy.lora.enabled=true"
 
 
 def _check_sources(arguments: argparse.Namespace) -> None:

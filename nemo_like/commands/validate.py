@@ -260,13 +260,14 @@ def _describe_model(config: RunConfig, model: PretrainedConfig, diagnostics: Dia
     diagnostics.add_lines("model", device_line(config.cluster, config.policy.precision))
     # Files of teachers are checked elsewhere.
     with suppress(ConfigError, OSError, ValueError):
-        max_tokens, parts = policy_memory(
+        max_tokens, memory = policy_memory(
             config.policy,
             policy_layout(config.parallel, config.cluster),
             config.needs,
             spec.with_output_head(config.needs.head),
             "cuda" if config.cluster.gpus_per_node else "cpu",
         )
+        parts = memory.parts(max_tokens)
         shown = ", ".join(f"{part} {size / GIB:.2f}" for part, size in parts.items())
         diagnostics.add_lines(
             "model",

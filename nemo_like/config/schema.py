@@ -194,6 +194,7 @@ PackingName = Literal[
 
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
+CheckpointingChoice = Literal["auto", "none", "selective", "full"]
 CHUNK_TOKENS = 1024
 """Default of `policy.logprob_chunk_size` on CPU."""
 CUDA_CHUNK_TOKENS = 4096
@@ -290,10 +291,11 @@ class PolicyConfig:
     logprob_chunk_size: Annotated[int | None, Ge(1)] = None
     """Tokens per chunk in which logits are computed; null is 4096 on CUDA and 1024 elsewhere. The
     full [tokens, vocabulary] matrix is never materialized."""
-    activation_checkpointing: ActivationCheckpointing = "none"
+    activation_checkpointing: CheckpointingChoice = "none"
     """Activations that are computed again in the backward pass instead of being stored: all of a
     layer but its input (`full`), all but the results of matrix products and attention
-    (`selective`), or nothing (`none`)."""
+    (`selective`), or nothing (`none`). `auto` takes at the start of a run the first of `none`,
+    `selective`, `full` whose predicted peak fits into the memory of a GPU; on a CPU `none`."""
     compile: Literal["auto", "none", "layers"] = "auto"
     """`layers` compiles each decoder layer and the passes over the logits with torch.compile; the
     first step takes longer. Needs `policy.engine=dtensor`. `auto` is `layers` on CUDA in bfloat16
@@ -385,6 +387,12 @@ class PolicyConfig:
             train_micro_batch_size=self.train_micro_batch_size * rows_per_example,
             logprob_batch_size=self.logprob_batch_size * rows_per_example,
         )
+
+    @property
+    def checkpointing(self) -> ActivationCheckpointing:
+        """The activation checkpointing; `none` for `auto` before the memory of a GPU is known."""
+        chosen = self.activation_checkpointing
+        return "none" if chosen == "auto" else chosen
 
     def compiles_layers(self, device_type: str, *, is_dense: bool) -> bool:
         """Return True if the layers are compiled on a device type of torch.

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers.utils import logging as transformers_logging
 
 from nemo_like.config.parallel import build_layout
 from nemo_like.config.paths import require_model_directory
-from nemo_like.config.schema import OutputHead, ParallelConfig, PolicyConfig
+from nemo_like.config.schema import (
+    ActivationCheckpointing,
+    OutputHead,
+    ParallelConfig,
+    PolicyConfig,
+)
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.parallel_layout import ParallelLayout
+from nemo_like.policy.device import total_memory_bytes
 from nemo_like.policy.engine import Engine
 from nemo_like.policy.worker import PolicyWorker
+from nemo_like.prediction.memory import fitting_checkpointing
 
 BuildEngine = Callable[[PolicyConfig, bool], Engine]
 """Loads the model of a config on this rank, trainable or not; every rank calls."""
@@ -36,6 +43,8 @@ class PolicyStart:
     """Directories of further frozen models."""
     head: OutputHead = "vocabulary"
     """With `scores` the model is a reward model."""
+    checkpointing_peaks: Mapping[ActivationCheckpointing, float] = field(default_factory=dict)
+    """Predicted bytes by mode, the fastest first, for `policy.activation_checkpointing=auto`."""
     trainable: bool = True
     """Without it the model has neither gradients nor an optimizer, and in bfloat16 no float32
     weights: it computes log-probs or scores only.
@@ -55,6 +64,10 @@ class EngineWorker(PolicyWorker, ABC):
             require_model_directory("policy.tokenizer_name", config.tokenizer_name, weights=False)
         torch.manual_seed(start.seed)
         transformers_logging.disable_progress_bar()
+        if config.activation_checkpointing == "auto":
+            device_bytes = total_memory_bytes(torch.device(context.device))
+            mode = fitting_checkpointing(start.checkpointing_peaks, device_bytes)
+            config = replace(config, activation_checkpointing=mode)
         layout = build_layout(start.parallel, context.world_size)
         build = self.engine_builder(context, config, layout, start)
         policy = build(config, start.trainable)

@@ -7,8 +7,11 @@ docs/planner.md has every formula in words.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import get_args
 
+from nemo_like.config.schema import ActivationCheckpointing
 from nemo_like.integer_math import ceil_div
 from nemo_like.models.adapters import BYTES_PER_VALUE
 from nemo_like.models.spec import ModelSpec
@@ -25,6 +28,22 @@ SAFETY_SHARE = 0.10
 def usable_bytes(device_gib: float) -> float:
     """Return the bytes of a device that a plan may use."""
     return max(0.0, (device_gib * GIB - CONTEXT_BYTES) * (1.0 - SAFETY_SHARE))
+
+
+def fitting_checkpointing(
+    peaks: Mapping[ActivationCheckpointing, float], device_bytes: float | None
+) -> ActivationCheckpointing:
+    """Return the first mode of `peaks`, mode -> predicted bytes, that fits into a device.
+
+    The last one if none fits; `none` without peaks and for a device without a limit (None).
+    """
+    if device_bytes is None or not peaks:
+        return "none"
+    usable = usable_bytes(device_bytes / GIB)
+    for mode, peak in peaks.items():
+        if peak <= usable:
+            return mode
+    return list(peaks)[-1]
 
 
 @dataclass(frozen=True)
@@ -45,6 +64,14 @@ class MemoryModel:
     def peak(self, max_tokens: int) -> float:
         """Return the peak bytes with microbatches of up to `max_tokens`."""
         return sum(self.parts(max_tokens).values())
+
+    def checkpointing_peaks(self, max_tokens: int) -> dict[ActivationCheckpointing, float]:
+        """Return mode of `policy.activation_checkpointing` -> `peak`, the fastest mode first."""
+        peaks = {}
+        for mode in get_args(ActivationCheckpointing):
+            placement = replace(self.placement, activation_checkpointing=mode)
+            peaks[mode] = replace(self, placement=placement).peak(max_tokens)
+        return peaks
 
     def parts(self, max_tokens: int) -> dict[str, float]:
         """Return part -> bytes at the moment of the peak, in the order of the charts."""

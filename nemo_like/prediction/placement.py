@@ -179,7 +179,7 @@ def policy_placement(
     return Placement(
         parallel_layout=parallel_layout,
         precision=policy.precision,
-        activation_checkpointing=policy.activation_checkpointing,
+        activation_checkpointing=policy.checkpointing,
         engine=policy.engine,
         is_compiled=policy.compiles_layers(device_type, is_dense=True),
         chunk_size=policy.chunk_size(device_type),

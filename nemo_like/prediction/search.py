@@ -8,7 +8,7 @@ the one of planning every setting.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple, get_args
@@ -121,6 +121,32 @@ def alternatives(candidates: list[Candidate]) -> list[Candidate]:
             each = next(each for each in candidates if each.setting[index] == other)
             found.setdefault(each.setting, each)
     return sorted(found.values(), key=lambda each: (each is not best, *_order(each)))
+
+
+def truncation(found: Iterable[Candidate], current: Mapping[str, Any]) -> str:
+    """Return the proposal to truncate rows to the largest length that fits; empty if none does.
+
+    `current` has the values of `KEYS`; the proposal names those that differ.
+    """
+    limits: dict[int, Candidate] = {}
+    for each in found:
+        request = each.request
+        memory = MemoryModel(request.model, request.placement)
+        multiple = math.lcm(BUDGET_MULTIPLE, request.spec.total_multiple)
+        limit = memory.largest_budget(usable_bytes(request.memory_gib or 0.0), multiple)
+        limits.setdefault(limit, each)
+    longest = max(limits, default=0)
+    if longest == 0:
+        return ""
+    lengths = f"policy.max_total_sequence_length={longest} {PlanRequest.budget_name}={longest}"
+    others = changed_keys(limits[longest], current)
+    return f"set {lengths} policy.oversize_rows=truncate{others and ' '}{others}, "
+
+
+def changed_keys(candidate: Candidate, current: Mapping[str, Any]) -> str:
+    """Return the keys of a candidate that differ from `current`, as overrides."""
+    values = zip(KEYS, candidate.setting, strict=True)
+    return " ".join(f"{key}={value}" for key, value in values if value != current[key])
 
 
 def _order(candidate: Candidate) -> tuple[float, float, Setting]:

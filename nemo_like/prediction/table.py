@@ -53,8 +53,13 @@ class TextTable:
     """The row that is emphasized."""
 
 
-def show(report: PlanReport, found: list[Candidate]) -> None:
-    """Print the report of the best candidate of a search, or of a config if there are none."""
+def show(
+    report: PlanReport, found: list[Candidate], step: tuple[TextTable, str] | None = None
+) -> None:
+    """Print the report of the best candidate of a search, or of a config if there are none.
+
+    `step` is a table of the phases of a step, with the line below it.
+    """
     console = Console(highlight=False)
     # Rich assumes 80 columns for a pipe, in which the tables do not fit.
     if not console.is_terminal:
@@ -73,6 +78,9 @@ def show(report: PlanReport, found: list[Candidate]) -> None:
     _say(console, verdict(report))
     for line in duration_lines(report):
         _say(console, line)
+    if step is not None:
+        console.print(_rich(step[0]))
+        _say(console, step[1])
     console.print(_rich(memory_table(report)))
     for line in recommendation_lines(report):
         _say(console, line)
@@ -308,7 +316,7 @@ def recommendation_lines(report: PlanReport) -> list[str]:
     if outcome is None:
         lines.append(
             f"the longest row ({report.lengths.max():,} tokens) does not fit into it; --gpus N"
-            " searches for activation checkpointing and a layout with which it does"
+            " searches all layouts"
         )
     elif outcome.max_tokens != max_tokens:
         lines.append(

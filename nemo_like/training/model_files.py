@@ -491,10 +491,8 @@ def recorded_experts(policy: PolicyConfig, needs: RunNeeds) -> Switch:
 
 def policy_memory(
     policy: PolicyConfig, layout: ParallelLayout, needs: RunNeeds, spec: ModelSpec, device_type: str
-) -> tuple[int, dict[str, float]]:
-    """Return the tokens of the largest training microbatch, and part -> bytes of a policy worker at
-    its predicted peak with it.
-    """
+) -> tuple[int, MemoryModel]:
+    """Return the tokens of the largest training microbatch, and the memory of a policy worker."""
     teachers = [
         ModelSpec.from_config(load_model_config(name), name) for name in needs.teachers.values()
     ]
@@ -510,4 +508,4 @@ def policy_memory(
     if max_tokens is None:
         assert max_rows is not None, "a budget limits tokens or rows"
         max_tokens = max_rows * policy.max_total_sequence_length
-    return max_tokens, MemoryModel(spec, placement).parts(max_tokens)
+    return max_tokens, MemoryModel(spec, placement)

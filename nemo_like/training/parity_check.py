@@ -133,7 +133,7 @@ def checked_run(policy: PolicyConfig, parallel: ParallelConfig, num_replicas: in
     kept = PolicyConfig(
         model_name=policy.model_name,
         engine=policy.engine,
-        activation_checkpointing=policy.activation_checkpointing,
+        activation_checkpointing=policy.checkpointing,
         shared_prefix=policy.shared_prefix,
     )
     directory = Path(model_directory("policy.model_name", policy.model_name, weights=False))

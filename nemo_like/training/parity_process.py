@@ -88,7 +88,7 @@ _AXES: dict[str, Any] = {
 def _reductions(run: TinyRun, *, can_pad: bool) -> Iterator[tuple[str, str, TinyRun]]:
     """Yield a part of a run, the keys that turn it off, and the run without it and those before."""
     model = Path(run.policy.model_name)
-    if run.policy.activation_checkpointing != "none":
+    if run.policy.checkpointing != "none":
         run = replace(run, policy=replace(run.policy, activation_checkpointing="none"))
         yield "activation checkpointing", "policy.activation_checkpointing=none", run
     for axis, off in _AXES.items():

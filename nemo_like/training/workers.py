@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from nemo_like.config.parallel import is_colocated
-from nemo_like.config.schema import ClusterConfig, PolicyConfig, Switch
+from nemo_like.config.schema import ActivationCheckpointing, ClusterConfig, PolicyConfig, Switch
 from nemo_like.data.packing.balance import compile_kernels, needs_kernels
 from nemo_like.distributed.worker_group import call_all
 from nemo_like.metrics import start_timers
 from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
-from nemo_like.prediction.memory import CONTEXT_BYTES, GIB, SAFETY_SHARE
+from nemo_like.prediction.memory import CONTEXT_BYTES, GIB, SAFETY_SHARE, fitting_checkpointing
 from nemo_like.run.progress import Progress
 from nemo_like.training.generation_backends import generation_backend
 from nemo_like.training.groups import (
@@ -143,7 +143,7 @@ def start_workers(
         ):
             start = group_starter(cluster, closing, progress, rollouts=rollouts, logs=logs)
             begin = _starts_now if cluster.backend == "local" else _start_in_thread
-            policy_start = begin(partial(_start_policy, settings, start))
+            policy_start = begin(partial(_start_policy, settings, start, progress))
             if starter is not None:
                 starter.begin(begin, start, closing)
             policy = policy_start.result()
@@ -208,8 +208,13 @@ def local_policy(
         yield Policy(group, policy, open_model_spec(policy), seed=seed)
 
 
-def _start_policy(settings: WorkersStart, start: StartGroup) -> Policy:
+def _start_policy(settings: WorkersStart, start: StartGroup, progress: Progress) -> Policy:
     policy, needs = settings.policy, settings.needs
+    spec = open_model_spec(policy, needs.head)
+    peaks: dict[ActivationCheckpointing, float] = {}
+    if policy.activation_checkpointing == "auto" and settings.cluster.gpus_per_node:
+        max_tokens, memory = policy_memory(policy, settings.layout, needs, spec, "cuda")
+        peaks = memory.checkpointing_peaks(max_tokens)
     group = start(
         GroupPlacement(
             kind="policy", name="policy", bundles="policy", parallel_layout=settings.layout
@@ -222,10 +227,20 @@ def _start_policy(settings: WorkersStart, start: StartGroup) -> Policy:
             needs_reference=needs.reference,
             teachers=tuple(needs.teachers.values()),
             head=needs.head,
+            checkpointing_peaks=peaks,
         ),
     )
     in_rows = policy.in_rows(needs.batch.rows_per_example)
-    return Policy(group, in_rows, open_model_spec(policy, needs.head), seed=settings.seed)
+    started = Policy(group, in_rows, spec, seed=settings.seed)
+    if policy.activation_checkpointing == "auto":
+        # Each worker has chosen the same.
+        device_bytes = started.device_info.memory_bytes
+        mode = fitting_checkpointing(peaks, device_bytes)
+        started.config = replace(in_rows, activation_checkpointing=mode)
+        shown = ", ".join(f"{name} {peak / GIB:.1f}" for name, peak in peaks.items())
+        reason = f"predicted peaks in GiB: {shown}" if peaks else "the workers have no GPU"
+        progress.print_line(f"activation checkpointing: {mode} ({reason})")
+    return started
 
 
 def gpu_sharing(settings: WorkersStart, policy: Policy) -> GpuSharing:
@@ -242,11 +257,12 @@ def gpu_sharing(settings: WorkersStart, policy: Policy) -> GpuSharing:
         return GpuSharing(False, "the workers have no GPU", has_reward_models)
     if has_reward_models and cluster.offload == "auto":
         return GpuSharing(True, "a reward model shares their GPUs", has_reward_models)
-    config, layout = settings.policy, settings.layout
-    _, parts = policy_memory(config, layout, needs, policy.model, "cuda")
+    chosen = policy.config.activation_checkpointing
+    config, layout = replace(settings.policy, activation_checkpointing=chosen), settings.layout
+    max_tokens, memory = policy_memory(config, layout, needs, policy.model, "cuda")
     decision = decide_offload(
         cluster.offload,
-        policy_bytes=sum(parts.values()),
+        policy_bytes=memory.peak(max_tokens),
         generator_bytes=generation_backend(config).peak_bytes(config, policy.model, device_bytes),
         device_bytes=device_bytes,
     )

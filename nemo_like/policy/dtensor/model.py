@@ -419,11 +419,11 @@ def build_model(
     # Evaluation mode also in training: dropout stays off, because the log-probs of one policy must
     # agree between two forwards.
     model.eval()
-    if config.activation_checkpointing != "none" and trainable:
+    if config.checkpointing != "none" and trainable:
         layers = decoder_layers(model.causal_lm)
         if config.vision.train == "all":
             layers += vision.tower_layers(causal_lm)
-        checkpoint_layers(layers, config.activation_checkpointing)
+        checkpoint_layers(layers, config.checkpointing)
     if is_compiled:
         if device.type == "cuda":
             # The choice of a kernel cannot be traced.

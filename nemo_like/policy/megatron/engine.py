@@ -83,7 +83,7 @@ class MegatronEngine(Engine[ShardedAdamW]):
             groups,
             self._causal_lm,
             dtype=self._dtype,
-            recompute=config.activation_checkpointing if trainable else "none",
+            recompute=config.checkpointing if trainable else "none",
         )
         rank_params = family.rank_params(sharding, stage, tp_rank, ep_rank)
         self._param_map = rank_params.specs
@@ -303,7 +303,7 @@ class MegatronEngine(Engine[ShardedAdamW]):
         self.trained = {name: each for name, each in self.parameters.items() if name not in frozen}
         self.trained_map = {name: self._param_map[name] for name in self.trained}
         # Without recomputation and later stages, no gradient of the embedding's output is needed.
-        is_gradient_needed = sharding.pp > 1 or self.config.activation_checkpointing == "full"
+        is_gradient_needed = sharding.pp > 1 or self.config.checkpointing == "full"
         self.chunks[0].is_embedding_frozen = EMBEDDING in self._frozen and is_gradient_needed
 
     @property
