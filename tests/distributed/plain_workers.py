@@ -144,3 +144,13 @@ def sleeping_reward(sample: Any) -> float:
     """Take as many seconds as the completion states."""
     time.sleep(float(sample.completion))
     return 1.0
+
+
+class ClosingWorker:
+    """Leaves a file when it is closed."""
+
+    def __init__(self, context: WorkerContext, *, folder: Path) -> None:
+        self.path = folder / str(context.rank)
+
+    def close(self) -> None:
+        self.path.touch()

@@ -54,6 +54,8 @@ _MAX_SINGLE_WAITS = 32
 for all of them and looks for failures in between: a pass costs time for every pending call.
 """
 _FAILURE_POLL_S = 0.5
+_CLOSE_S = 5.0
+"""How long `close` of a worker may take, which is killed after it."""
 
 _MAX_SENT_BYTES = 4096
 """Size up to which a value is sent with every call instead of being stored once."""
@@ -100,6 +102,7 @@ class RayWorkerGroup:
         """
         self.name = name
         self.parallel_layout = parallel_layout
+        self._has_close = hasattr(worker_class, "close")
         self._failure: WorkerFailure | None = None
         self._watched: set[ObjectRef[Raised | None]] = set()
         """Running calls that `is_done` has seen."""
@@ -250,6 +253,10 @@ class RayWorkerGroup:
         # Without Ray the actors are gone already, and any call would start a new Ray.
         if ray.is_initialized():
             self._monitor.close(len(self._actors))
+            if self._actors and self._has_close:
+                # As `LocalGroup` does. It ends processes and removes files of the worker.
+                calls = [actor.call.remote("close", False, {})[0] for actor in self._actors]
+                ray.wait(calls, num_returns=len(calls), timeout=_CLOSE_S)
             for actor in self._actors:
                 ray.kill(actor, no_restart=True)
         self._actors = []

@@ -32,7 +32,7 @@ from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster
 from nemo_like.distributed.ray.worker_group import RayWorkerGroup
 from nemo_like.parallel_layout import ParallelLayout
 from tests.distributed.collective_workers import CollectiveWorker
-from tests.distributed.plain_workers import Counted, PlainWorker
+from tests.distributed.plain_workers import ClosingWorker, Counted, PlainWorker
 
 LAYOUT = ParallelLayout(dp=2, tp=2)
 
@@ -73,6 +73,17 @@ def test_contexts_follow_the_nodes(group: RayWorkerGroup) -> None:
     }
     assert set(threads) == {"1"}
     assert len({location.pid for location in group.locations}) == 4
+
+
+def test_workers_are_closed_before_they_are_killed(
+    cluster: RayVirtualCluster, tmp_path: Path
+) -> None:
+    group = RayWorkerGroup(
+        cluster, ClosingWorker, {"folder": tmp_path}, name="policy", parallel_layout=LAYOUT
+    )
+    assert list(tmp_path.iterdir()) == []
+    group.shutdown()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2", "3"]
 
 
 def test_variables_reach_every_process_and_no_log(cluster: RayVirtualCluster) -> None:
