@@ -108,6 +108,22 @@ class Launcher:
         self._program = program
         self._folder = Path(tempfile.mkdtemp(prefix="nemo_like_agents_"))
         """Has the folders of the programs; the zygote removes it if this process is killed."""
+        try:
+            self._start()
+        except ConfigError:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+
+    def restart(self) -> None:
+        """Start the zygote again after it has ended. Programs that run go on.
+
+        Raises ConfigError if it cannot import the program.
+        """
+        self._end()
+        self._start()
+
+    def _start(self) -> None:
+        program = self._program
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [program.python, "-c", _SERVE, _PACKAGE_PARENT]
         try:
@@ -115,7 +131,6 @@ class Launcher:
             self._zygote = subprocess.Popen(command, stdin=theirs.fileno(), start_new_session=True)
         except OSError as error:
             self._connection.close()
-            shutil.rmtree(self._folder)
             problem = f"environment.python {program.python!r} cannot be started: {error}"
             raise ConfigError(problem) from None
         finally:
@@ -129,7 +144,7 @@ class Launcher:
         self._connection.settimeout(None)
         problem = json.loads(reply)["error"] if reply else "its process ended"
         if problem is not None:
-            self.close()
+            self._end()
             raise ConfigError(
                 f"environment.path is {program.path!r}, which {program.python} cannot import:"
                 f" {problem}"
@@ -142,10 +157,13 @@ class Launcher:
 
     def close(self) -> None:
         """End the zygote; programs that run end when their `run` is cancelled."""
+        self._end()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _end(self) -> None:
         self._connection.close()
         self._zygote.kill()
         self._zygote.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     async def run(
         self, row: Mapping[str, Any], base_url: str, key: str, *, seed: int, timeout_s: float

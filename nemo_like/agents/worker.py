@@ -131,8 +131,7 @@ class AgentWorker(EpisodeWorker):
         """Return the launcher, after a restart if its process has ended."""
         async with self._launching:
             if not self._launcher.is_alive:
-                self._launcher.close()
-                self._launcher = await asyncio.to_thread(Launcher, self._program)
+                await asyncio.to_thread(self._launcher.restart)
             return self._launcher
 
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -189,3 +190,11 @@ def uses_tools(task: Any, *, num_turns: int, mean_s: float) -> float:
         result = {"role": "user", "content": str(turn) * 32}
         messages += [{"role": "assistant", "content": text}, result]
     return 1.0
+
+
+def waits_for_a_file(task: Any) -> float:
+    """Ends when another file exists."""
+    Path(task.row["started"]).touch()
+    while not Path(task.row["go_on"]).exists():
+        time.sleep(0.01)
+    return 0.5

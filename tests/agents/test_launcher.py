@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -54,6 +55,41 @@ def processes_with(marker: str) -> list[str]:
         if marker in text and "pytest" not in text:
             found.append(text)
     return found
+
+
+def zygotes() -> list[int]:
+    """Processes of launchers of this process."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            if (
+                parent == os.getpid()
+                and b"nemo_like.agents.zygote" in (path / "cmdline").read_bytes()
+            ):
+                found.append(int(path.name))
+    return found
+
+
+def test_programs_go_on_when_the_zygote_has_ended_and_is_started_again(tmp_path: Path) -> None:
+    row = {**ROW, "started": str(tmp_path / "started"), "go_on": str(tmp_path / "go_on")}
+
+    async def run_two() -> list[ProgramEnd]:
+        with contextlib.closing(Launcher(program("waits_for_a_file"))) as launcher:
+            [pid] = zygotes()
+            ends = [asyncio.ensure_future(launcher.run(row, URL, KEY, seed=1, timeout_s=60))]
+            while not (tmp_path / "started").exists() and not ends[0].done():
+                await asyncio.sleep(0.01)
+            os.kill(pid, signal.SIGKILL)
+            while launcher.is_alive:
+                await asyncio.sleep(0.01)
+            launcher.restart()
+            ends.append(asyncio.ensure_future(launcher.run(row, URL, KEY, seed=2, timeout_s=60)))
+            (tmp_path / "go_on").touch()
+            return list(await asyncio.gather(*ends))
+
+    for end in asyncio.run(run_two()):
+        assert (end.reason, end.problem, end.rewards) == ("ended", "", {"reward": 0.5})
 
 
 def test_a_function_returns_its_reward() -> None:
