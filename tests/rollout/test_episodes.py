@@ -127,14 +127,14 @@ def test_replicas_are_assigned_by_the_predicted_tokens_that_an_episode_has_left(
             found.setdefault(episode, []).append(length)
         return submit(*args, **kwargs)
 
-    start = collector._episodes.workers.start  # type: ignore[union-attr]
+    start = AgentWorkers.start
 
-    def logged_start(starts: list[Any]) -> None:
+    def logged_start(self: AgentWorkers, starts: list[Any]) -> None:
         started.extend(each.seed for each in starts)
-        start(starts)
+        start(self, starts)
 
     monkeypatch.setattr(collector.generator, "submit", logged)
-    monkeypatch.setattr(collector._episodes.workers, "start", logged_start)  # type: ignore[union-attr]
+    monkeypatch.setattr(AgentWorkers, "start", logged_start)
     predicted = [10.0, 500.0, 40.0]
     rollout = rollout_of(collector, *["converse"] * 3, lengths=np.array(predicted))
     monkeypatch.undo()
