@@ -76,6 +76,7 @@ def test_cancelled_prompts_are_trained_in_a_step_of_their_own(recipe: Recipe) ->
         "grpo.oversampling_factor=1.5",
         "grpo.max_num_steps=3",
         "grpo.val_at_start=false",
+        "grpo.val_period=0",
         "data.validation_path=null",
         "data.max_train_rows=12",
     ]
