@@ -305,13 +305,13 @@ def measure(args: argparse.Namespace) -> None:
         generator.pop_metrics(1.0)
         print("| round | mode | s | busiest replica CPU s | busy share | discarded | load |")
         print("|---" * 7 + "|", flush=True)
-        seconds = dict.fromkeys(MODES, 0.0)
-        cpu_seconds = dict.fromkeys(MODES, 0.0)
+        seconds = dict.fromkeys(args.modes, 0.0)
+        cpu_seconds = dict.fromkeys(args.modes, 0.0)
         for number in range(args.first, args.first + args.rounds):
             epoch = draw_epoch(args, args.prompts * NUM_STEPS, (number, 2))
             # Another mode is first in each round.
-            modes = [*MODES][number % len(MODES) :] + [*MODES][: number % len(MODES)]
-            for mode in modes:
+            first = number % len(args.modes)
+            for mode in args.modes[first:] + args.modes[:first]:
                 measurement = Measurement(epoch, collector, encoder, args.limit)
                 took = run_epoch(epoch, mode, args.prompts, number, measurement.sample)
                 seconds[mode] += took
@@ -322,9 +322,9 @@ def measure(args: argparse.Namespace) -> None:
                 cells = f"{took:.1f} | {measurement.busiest_s:.1f} | {busy:.2f}"
                 cells += f" | {discarded:.2f} | {os.getloadavg()[0]:.1f}"
                 print(f"| {number} | {mode} | {cells} |", flush=True)
-        for mode in MODES:
-            ratios = [each["first come"] / each[mode] for each in (seconds, cpu_seconds)]
-            print(f"first come / {mode}: {ratios[0]:.2f} in s, {ratios[1]:.2f} in CPU s")
+        for mode in args.modes:
+            ratios = [each[args.modes[0]] / each[mode] for each in (seconds, cpu_seconds)]
+            print(f"{args.modes[0]} / {mode}: {ratios[0]:.2f} in s, {ratios[1]:.2f} in CPU s")
 
 
 def main() -> None:
@@ -333,6 +333,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="measure; for the model")
     parser.add_argument("--rounds", type=int, default=3, help="epochs, each with other lengths")
     parser.add_argument("--first", type=int, default=0, help="number of the first measured epoch")
+    parser.add_argument("--modes", nargs="+", default=[*MODES], choices=[*MODES], help="measured")
     parser.add_argument("--layers", type=int, default=2, help="of the model that is measured")
     parser.add_argument("--hidden-size", type=int, default=128, help="a multiple of 64")
     parser.add_argument("--noise", type=float, default=0.3, help="of the predicted lengths")
