@@ -224,9 +224,16 @@ class Measurement:
     """Samples the steps of an epoch with the replicas."""
 
     def __init__(
-        self, epoch: Epoch, collector: RolloutCollector, encoder: ChatEncoder, limit: int
+        self,
+        epoch: Epoch,
+        collector: RolloutCollector,
+        encoder: ChatEncoder,
+        limit: int,
+        pids: Sequence[int],
     ) -> None:
+        """`pids` are the processes of the replicas."""
         self._lengths = epoch.lengths
+        self._pids = pids
         self._collector = collector
         self._limit = limit
         self.busiest_s = 0.0
@@ -238,8 +245,7 @@ class Measurement:
 
     def _cpu_s(self) -> np.ndarray:
         """Return the CPU seconds of each replica until now, float64 [R]."""
-        replicas = self._collector.generator.replicas
-        return np.array([cpu_s(each.group.locations[0].pid) for each in replicas])
+        return np.array([cpu_s(pid) for pid in self._pids])
 
     def sample(
         self, rows: list[int], predicted: np.ndarray | None, num_wanted: int
@@ -286,6 +292,8 @@ def measure(args: argparse.Namespace) -> None:
         config = ClusterConfig(workers_per_node=1, cpus_per_worker=0.5)
         cluster = closing.enter_context(RayVirtualCluster(config))
 
+        groups: list[RayWorkerGroup] = []
+
         def started(index: int) -> RayWorkerGroup:
             group = RayWorkerGroup(
                 cluster,
@@ -296,12 +304,14 @@ def measure(args: argparse.Namespace) -> None:
                 bundles="anywhere",
             )
             closing.callback(group.shutdown)
+            groups.append(group)
             return group
 
         generator = Generator(started, 2)
         collector = RolloutCollector(generator, None, encoder.tokenizer)
         warmup = Epoch(np.full((8, args.group), 16), np.full(8, 16.0))
-        Measurement(warmup, collector, encoder, args.limit).sample(list(range(8)), None, 8)
+        pids = [group.locations[0].pid for group in groups]
+        Measurement(warmup, collector, encoder, args.limit, pids).sample([*range(8)], None, 8)
         generator.pop_metrics(1.0)
         print("| round | mode | s | busiest replica CPU s | busy share | discarded | load |")
         print("|---" * 7 + "|", flush=True)
@@ -312,7 +322,7 @@ def measure(args: argparse.Namespace) -> None:
             # Another mode is first in each round.
             first = number % len(args.modes)
             for mode in args.modes[first:] + args.modes[:first]:
-                measurement = Measurement(epoch, collector, encoder, args.limit)
+                measurement = Measurement(epoch, collector, encoder, args.limit, pids)
                 took = run_epoch(epoch, mode, args.prompts, number, measurement.sample)
                 seconds[mode] += took
                 cpu_seconds[mode] += measurement.busiest_s
