@@ -224,9 +224,16 @@ class Measurement:
     """Samples the steps of an epoch with the replicas."""
 
     def __init__(
-        self, epoch: Epoch, collector: RolloutCollector, encoder: ChatEncoder, limit: int
+        self,
+        epoch: Epoch,
+        collector: RolloutCollector,
+        encoder: ChatEncoder,
+        limit: int,
+        pids: Sequence[int],
     ) -> None:
+        """`pids` are the processes of the replicas."""
         self._lengths = epoch.lengths
+        self._pids = pids
         self._collector = collector
         self._limit = limit
         self.busiest_s = 0.0
@@ -238,8 +245,7 @@ class Measurement:
 
     def _cpu_s(self) -> np.ndarray:
         """Return the CPU seconds of each replica until now, float64 [R]."""
-        replicas = self._collector.generator.replicas
-        return np.array([cpu_s(each.group.locations[0].pid) for each in replicas])
+        return np.array([cpu_s(pid) for pid in self._pids])
 
     def sample(
         self, rows: list[int], predicted: np.ndarray | None, num_wanted: int
@@ -286,6 +292,8 @@ def measure(args: argparse.Namespace) -> None:
         config = ClusterConfig(workers_per_node=1, cpus_per_worker=0.5)
         cluster = closing.enter_context(RayVirtualCluster(config))
 
+        groups: list[RayWorkerGroup] = []
+
         def started(index: int) -> RayWorkerGroup:
             group = RayWorkerGroup(
                 cluster,
@@ -296,23 +304,25 @@ def measure(args: argparse.Namespace) -> None:
                 bundles="anywhere",
             )
             closing.callback(group.shutdown)
+            groups.append(group)
             return group
 
         generator = Generator(started, 2)
         collector = RolloutCollector(generator, None, encoder.tokenizer)
         warmup = Epoch(np.full((8, args.group), 16), np.full(8, 16.0))
-        Measurement(warmup, collector, encoder, args.limit).sample(list(range(8)), None, 8)
+        pids = [group.locations[0].pid for group in groups]
+        Measurement(warmup, collector, encoder, args.limit, pids).sample([*range(8)], None, 8)
         generator.pop_metrics(1.0)
         print("| round | mode | s | busiest replica CPU s | busy share | discarded | load |")
         print("|---" * 7 + "|", flush=True)
-        seconds = dict.fromkeys(MODES, 0.0)
-        cpu_seconds = dict.fromkeys(MODES, 0.0)
+        seconds = dict.fromkeys(args.modes, 0.0)
+        cpu_seconds = dict.fromkeys(args.modes, 0.0)
         for number in range(args.first, args.first + args.rounds):
             epoch = draw_epoch(args, args.prompts * NUM_STEPS, (number, 2))
             # Another mode is first in each round.
-            modes = [*MODES][number % len(MODES) :] + [*MODES][: number % len(MODES)]
-            for mode in modes:
-                measurement = Measurement(epoch, collector, encoder, args.limit)
+            first = number % len(args.modes)
+            for mode in args.modes[first:] + args.modes[:first]:
+                measurement = Measurement(epoch, collector, encoder, args.limit, pids)
                 took = run_epoch(epoch, mode, args.prompts, number, measurement.sample)
                 seconds[mode] += took
                 cpu_seconds[mode] += measurement.busiest_s
@@ -322,9 +332,9 @@ def measure(args: argparse.Namespace) -> None:
                 cells = f"{took:.1f} | {measurement.busiest_s:.1f} | {busy:.2f}"
                 cells += f" | {discarded:.2f} | {os.getloadavg()[0]:.1f}"
                 print(f"| {number} | {mode} | {cells} |", flush=True)
-        for mode in MODES:
-            ratios = [each["first come"] / each[mode] for each in (seconds, cpu_seconds)]
-            print(f"first come / {mode}: {ratios[0]:.2f} in s, {ratios[1]:.2f} in CPU s")
+        for mode in args.modes:
+            ratios = [each[args.modes[0]] / each[mode] for each in (seconds, cpu_seconds)]
+            print(f"{args.modes[0]} / {mode}: {ratios[0]:.2f} in s, {ratios[1]:.2f} in CPU s")
 
 
 def main() -> None:
@@ -333,6 +343,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="measure; for the model")
     parser.add_argument("--rounds", type=int, default=3, help="epochs, each with other lengths")
     parser.add_argument("--first", type=int, default=0, help="number of the first measured epoch")
+    parser.add_argument("--modes", nargs="+", default=[*MODES], choices=[*MODES], help="measured")
     parser.add_argument("--layers", type=int, default=2, help="of the model that is measured")
     parser.add_argument("--hidden-size", type=int, default=128, help="a multiple of 64")
     parser.add_argument("--noise", type=float, default=0.3, help="of the predicted lengths")

@@ -57,13 +57,13 @@ def test_each_prompt_is_trained_once_an_epoch_and_a_resumed_run_is_equal(
         sources: Counter[str] = Counter()
         for step in range(3 * epoch, 3 * epoch + 3):
             sources.update(row["source"] for row in rows[step])
-            waiting += metrics[step]["oversampling/num_deferred"]
+            waiting += metrics[step]["generation/num_deferred_prompts"]
             is_rest = step % 3 == 2
             waiting -= waiting if is_rest else 0
-            assert metrics[step]["oversampling/num_waiting"] == waiting
+            assert metrics[step]["generation/num_waiting_prompts"] == waiting
             assert len(rows[step]) == (12 if is_rest else 16)
         assert set(sources.values()) == {4} and len(sources) == 11
-    deferred = [line["oversampling/num_deferred"] for line in metrics]
+    deferred = [line["generation/num_deferred_prompts"] for line in metrics]
     assert deferred == [1, 1, 0, 1, 1, 0, 1]
     assert metrics[0]["generation/num_discarded_tokens"] > 0
     # Two prompts wait.

@@ -76,6 +76,7 @@ def test_cancelled_prompts_are_trained_in_a_step_of_their_own(recipe: Recipe) ->
         "grpo.oversampling_factor=1.5",
         "grpo.max_num_steps=3",
         "grpo.val_at_start=false",
+        "grpo.val_period=0",
         "data.validation_path=null",
         "data.max_train_rows=12",
     ]
@@ -83,8 +84,8 @@ def test_cancelled_prompts_are_trained_in_a_step_of_their_own(recipe: Recipe) ->
     run = Forked(_run, command, folder=recipe.folder, variables=threads)
     assert run.wait() == 0, run.output[-3000:] + run.errors[-3000:]
     metrics = read_metrics(recipe.folder / "grpo")
-    assert [line["oversampling/num_deferred"] for line in metrics] == [2, 2, 0]
-    assert [line["oversampling/num_waiting"] for line in metrics] == [2, 4, 0]
+    assert [line["generation/num_deferred_prompts"] for line in metrics] == [2, 2, 0]
+    assert [line["generation/num_waiting_prompts"] for line in metrics] == [2, 4, 0]
     assert sum(line["generation/num_discarded_tokens"] for line in metrics) > 0
     sources = [
         row["source"] for step in (1, 2, 3) for row in rollout_of(recipe.folder / "grpo", step)

@@ -114,32 +114,35 @@ def rollout_of(
     return job.result()
 
 
+class StartLog(LocalGroup):
+    """Keeps the seeds of the episodes in the order in which they are started."""
+
+    seeds: ClassVar[list[int]] = []
+
+    def submit_one(self, rank: int, method: str, /, *args: Any, **kwargs: Any) -> Handle:
+        if method == AgentWorker.advance.__name__:
+            self.seeds.extend(start.seed for start in args[0])
+        return super().submit_one(rank, method, *args, **kwargs)
+
+
 def test_replicas_are_assigned_by_the_predicted_tokens_that_an_episode_has_left(
-    collector: RolloutCollector, monkeypatch: pytest.MonkeyPatch
+    generator: Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three episodes of three turns each; the second is predicted to be the longest."""
-    submit = collector.generator.submit
+    submit = generator.submit
     found: dict[int, list[float]] = {}
-    started: list[int] = []
 
     def logged(*args: Any, **kwargs: Any) -> list[int]:
         for episode, length in zip(kwargs["affinity"], kwargs["lengths"], strict=True):
             found.setdefault(episode, []).append(length)
         return submit(*args, **kwargs)
 
-    start = collector._episodes.workers.start  # type: ignore[union-attr]
-
-    def logged_start(starts: list[Any]) -> None:
-        started.extend(each.seed for each in starts)
-        start(starts)
-
-    monkeypatch.setattr(collector.generator, "submit", logged)
-    monkeypatch.setattr(collector._episodes.workers, "start", logged_start)  # type: ignore[union-attr]
+    monkeypatch.setattr(generator, "submit", logged)
     predicted = [10.0, 500.0, 40.0]
-    rollout = rollout_of(collector, *["converse"] * 3, lengths=np.array(predicted))
-    monkeypatch.undo()
+    with collector_of(generator, "tests.algorithms.agent_programs.does", StartLog) as collector:
+        rollout = rollout_of(collector, *["converse"] * 3, lengths=np.array(predicted))
     seeds = [attempt_seed(row.seed, 0) for row in rollout.conversations]
-    assert started == [seeds[1], seeds[2], seeds[0]]
+    assert StartLog.seeds == [seeds[1], seeds[2], seeds[0]]
     for row, length in zip(rollout.conversations, predicted, strict=True):
         sizes = [len(turn) for turn in row.segments[1::2]]
         assert len(sizes) == 3

@@ -246,9 +246,7 @@ def _batch_lines(config: GrpoRunConfig) -> list[str]:
         )
     if config.grpo.oversampling_factor > 1:
         sampled = counted(config.grpo.num_sampled_prompts, "prompt")
-        lines.append(
-            f"oversampling: {sampled} are sampled, of which the first {prompts} are trained"
-        )
+        lines.append(f"oversampling: {sampled} per step, the first {prompts} to end are trained")
     read = config.loss_fn.logprob_names(is_single_step=False)
     has_no_ratio = "prev_logprobs" not in read
     if config.loss_fn.importance_correction.kind == "bypass":

@@ -173,8 +173,8 @@ class RolloutPipeline:
         num_deferred = float(num_sampled - len(started.locations))
         num_waiting = float(len(loader.deferred.rows))
         metrics: Metrics = {
-            "oversampling/num_deferred": Sum(num_deferred),
-            "oversampling/num_waiting": Mean(num_waiting),
+            "generation/num_deferred_prompts": Sum(num_deferred),
+            "generation/num_waiting_prompts": Mean(num_waiting),
         }
         return replace(started, metrics=started.metrics | metrics)
 
