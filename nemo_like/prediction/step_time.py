@@ -75,8 +75,8 @@ class StepPrediction:
     num_tokens: float
     """Tokens of a predicted step, prompts included."""
     num_workers: int
-    max_trained: int | None = None
-    """Length at which recorded completions ended, if longer ones are possible."""
+    notes: tuple[str, ...]
+    """What the past run could not measure."""
 
     @property
     def measured_s(self) -> float:
