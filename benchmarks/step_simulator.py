@@ -105,6 +105,7 @@ LOCAL_NAMES = ("budget", "ffd", "padded", "batch", "group", "short", "prefixes",
 PREDICTIONS = (
     *((name, "local") for name in LOCAL_NAMES),
     ("ray2_batch", "ray2"),
+    ("ray2", "ray2_batch"),
     ("sft2", "sft2_base"),
 )
 """(configuration, the run from which it is predicted)."""

@@ -122,6 +122,12 @@ def simulate(past: PastRun, old: StepSetting, new: StepSetting, seed: int) -> St
     drawn = draw_steps(steps, old_size, num_groups, new_size, max_trained=limit, seed=seed)
     old = replace(old, steps=recorded, group_size=old_size)
     new = replace(new, steps=drawn, group_size=new_size)
+    num_workers = [each.request.placement.parallel_layout.world_size for each in (old, new)]
+    notes = []
+    if new.needs.rollouts and limits[1] > limits[0]:
+        notes.append(f"completions have at most {limits[0]:,} tokens, as in the past run")
+    if num_workers[0] == 1 < num_workers[1]:
+        notes.append("the past run had one worker, so communication was not measured")
     try:
         phases = tuple(_phases(records, old, new))
     except ValueError as error:
@@ -131,8 +137,8 @@ def simulate(past: PastRun, old: StepSetting, new: StepSetting, seed: int) -> St
         phases=phases,
         num_recorded=len(records),
         num_tokens=fmean(counts.lengths.sum() for counts in drawn),
-        num_workers=new.request.placement.parallel_layout.world_size,
-        max_trained=limits[0] if new.needs.rollouts and limits[1] > limits[0] else None,
+        num_workers=num_workers[1],
+        notes=tuple(notes),
     )
 
 

@@ -27,9 +27,7 @@ def step_line(step: StepPrediction) -> str:
         f" {step.tokens_per_s / step.num_workers:,.0f} per policy worker ({step.num_workers:,});"
         f" measured: {counted(step.num_recorded, 'step')} of the past run"
     )
-    if step.max_trained is not None:
-        text += f", whose completions have at most {step.max_trained:,} tokens"
-    return text
+    return "; ".join((text, *step.notes))
 
 
 def step_record(step: StepPrediction) -> dict[str, Any]:
@@ -38,5 +36,5 @@ def step_record(step: StepPrediction) -> dict[str, Any]:
     for each in step.phases:
         seconds = {"measured_s": each.measured_s, "predicted_s": each.predicted_s}
         phases[each.name] = {**seconds, "costs": each.costs.tolist()}
-    names = ("predicted_s", "measured_s", "tokens_per_s", "num_recorded", "max_trained")
+    names = ("predicted_s", "measured_s", "tokens_per_s", "num_recorded", "notes")
     return {**{name: getattr(step, name) for name in names}, "phases": phases}

@@ -2,7 +2,7 @@
 
 A phase takes `costs @ features`: features are numbers of the rows and the plan of a step, such as
 its microbatches, and costs are the seconds of each, fitted to the recorded steps. The same costs
-with the features of other steps give the prediction. docs/planner.md describes the phases.
+with the features of other steps give the prediction.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class StepPrediction:
     num_tokens: float
     """Tokens of a predicted step, prompts included."""
     num_workers: int
-    max_trained: int | None = None
-    """Length at which recorded completions ended, if longer ones are possible."""
+    notes: tuple[str, ...]
+    """What the past run could not measure."""
 
     @property
     def measured_s(self) -> float:

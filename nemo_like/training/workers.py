@@ -143,10 +143,12 @@ def start_workers(
         ):
             start = group_starter(cluster, closing, progress, rollouts=rollouts, logs=logs)
             begin = _starts_now if cluster.backend == "local" else _start_in_thread
-            policy_start = begin(partial(_start_policy, settings, start, progress))
+            policy_start = begin(partial(_start_policy, settings, start))
             if starter is not None:
                 starter.begin(begin, start, closing)
-            policy = policy_start.result()
+            policy, choice = policy_start.result()
+            if choice is not None:
+                progress.print_line(choice)
             sharing = gpu_sharing(settings, policy)
             if is_colocated(cluster, rollouts):
                 progress.print_line(sharing.line)
@@ -208,7 +210,8 @@ def local_policy(
         yield Policy(group, policy, open_model_spec(policy), seed=seed)
 
 
-def _start_policy(settings: WorkersStart, start: StartGroup, progress: Progress) -> Policy:
+def _start_policy(settings: WorkersStart, start: StartGroup) -> tuple[Policy, str | None]:
+    """Return the policy, and the line about `policy.activation_checkpointing=auto`."""
     policy, needs = settings.policy, settings.needs
     spec = open_model_spec(policy, needs.head)
     peaks: dict[ActivationCheckpointing, float] = {}
@@ -232,15 +235,14 @@ def _start_policy(settings: WorkersStart, start: StartGroup, progress: Progress)
     )
     in_rows = policy.in_rows(needs.batch.rows_per_example)
     started = Policy(group, in_rows, spec, seed=settings.seed)
-    if policy.activation_checkpointing == "auto":
-        # Each worker has chosen the same.
-        device_bytes = started.device_info.memory_bytes
-        mode = fitting_checkpointing(peaks, device_bytes)
-        started.config = replace(in_rows, activation_checkpointing=mode)
-        shown = ", ".join(f"{name} {peak / GIB:.1f}" for name, peak in peaks.items())
-        reason = f"predicted peaks in GiB: {shown}" if peaks else "the workers have no GPU"
-        progress.print_line(f"activation checkpointing: {mode} ({reason})")
-    return started
+    if policy.activation_checkpointing != "auto":
+        return started, None
+    # As each worker has, on GPUs of the same size.
+    mode = fitting_checkpointing(peaks, started.device_info.memory_bytes)
+    started.config = replace(in_rows, activation_checkpointing=mode)
+    shown = ", ".join(f"{name} {peak / GIB:.1f}" for name, peak in peaks.items())
+    reason = f"predicted peaks in GiB: {shown}" if peaks else "the workers have no GPU"
+    return started, f"activation checkpointing: {mode} ({reason})"
 
 
 def gpu_sharing(settings: WorkersStart, policy: Policy) -> GpuSharing:

@@ -116,6 +116,9 @@ def test_other_batches_and_ranks_take_the_time_of_their_rows(recipe: Recipe, cap
     assert found["phases"]["environment"]["predicted_s"] == pytest.approx(6.4e-3)
     assert found["phases"]["driver"]["predicted_s"] == pytest.approx(12.8e-3)
     assert found["phases"]["weight sync"]["predicted_s"] == pytest.approx(0.01)
+    assert found["notes"] == ["the past run had one worker, so communication was not measured"]
+    longer = simulated(capsys, run, "policy.generation.max_new_tokens=48")
+    assert longer["notes"] == ["completions have at most 24 tokens, as in the past run"]
 
 
 def test_more_ranks_are_not_slower(recipe: Recipe, capsys) -> None:
