@@ -79,7 +79,7 @@ def spans(page: str) -> list[str]:
 # Size
 
 MAX_WIDTH = 120
-MAX_WORDS = 60_450
+MAX_WORDS = 60_750
 GENERATED = ("docs/configuration.md", "docs/models.md")
 
 

@@ -17,7 +17,7 @@ from nemo_like.config.keys import (
 )
 from nemo_like.config.rollout import RewardFunctionConfig
 
-MAX_KEYS = 261
+MAX_KEYS = 262
 
 
 def test_there_are_at_most_so_many_keys() -> None:
