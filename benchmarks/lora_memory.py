@@ -176,7 +176,7 @@ def measure(arguments: argparse.Namespace, case: str) -> dict[str, float]:
         state = live.current()
     placement = Placement(
         precision=config.precision,
-        activation_checkpointing=config.activation_checkpointing,
+        activation_checkpointing=config.checkpointing,
         chunk_size=config.chunk_size("cpu"),
         has_reference=not is_lora,
         adapter=config.adapter,
