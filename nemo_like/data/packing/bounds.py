@@ -100,7 +100,7 @@ def rank_bound(
     the second case these k ranks also take the tokens that exceed the capacity of the other ranks,
     in the best case from the rows with the least work per token, and, unless bins `may_be_empty`,
     one row in each other bin, in the best case the smallest rows. Both hold on average over the k
-    ranks; the last also for the rank of the smallest of the k rows. `lengths` int [B] from 1 to
+    ranks; the last also for the rank of the smallest of the k rows. `lengths` int [B] from 0 to
     `max_tokens`, `work` float [B] >= 0.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
@@ -118,7 +118,10 @@ def rank_bound(
     # Tokens that do not fit on the other ranks, at the lowest possible work per token.
     other_capacity = (num_ranks - k) * num_microbatches * max_tokens
     excess_tokens = np.maximum(0, lengths.sum() - other_capacity - top_tokens)
-    by_density = np.argsort(work / lengths, kind="stable")
+    # Rows that others have computed completely have no tokens, and come last.
+    density = np.full(len(work), np.inf)
+    np.divide(work, lengths, out=density, where=lengths > 0)
+    by_density = np.argsort(density, kind="stable")
     cumulative_tokens = prefix_sums(lengths[by_density])
     cumulative_work = prefix_sums(work[by_density])
     excess_work = np.interp(excess_tokens, cumulative_tokens, cumulative_work)

@@ -144,6 +144,15 @@ def test_rows_above_half_the_cap_raise_the_bound():
     assert lockstep_bound(lengths, work, 12, 2, 2) == 18.0
 
 
+@pytest.mark.filterwarnings("error")
+def test_rows_without_tokens_of_their_own_change_nothing():
+    lengths, work = np.array([5, 4, 3]), np.array([25.0, 16.0, 9.0])
+    expected = rank_bound(lengths, work, 8, 2, 1, may_be_empty=True)
+    for at in range(4):
+        inserted = np.insert(lengths, at, 0), np.insert(work, at, 0.0)
+        assert rank_bound(*inserted, 8, 2, 1, may_be_empty=True) == expected
+
+
 def test_no_rows_need_nothing():
     assert l2_bound([], 10) == 0
     assert (
