@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.rollout_order import cpu_s
 from nemo_like.agents.worker import AgentWorker
 from nemo_like.agents.workers import AgentWorkers
 from nemo_like.config.rollout import EnvironmentConfig, RewardConfig, VLLMGenerationConfig
@@ -50,7 +51,6 @@ from nemo_like.rollout.rows import Rollout
 
 _MODES = ("lockstep", "episodes", "no affinity")
 _MAX_LENGTH = 640
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class ModeGenerator(Generator):
@@ -72,12 +72,6 @@ class ModeDriver(EpisodeDriver):
     def _submit(self) -> None:
         if self.mode != "lockstep" or len(self._held) == len(self._attempts):
             super()._submit()
-
-
-def cpu_s(pid: int) -> float:
-    """Return the CPU seconds of a process."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
 def largest_cached_share(rollout: Rollout) -> float:

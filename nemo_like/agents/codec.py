@@ -56,9 +56,9 @@ class ChatCodec:
     ) -> None:
         """`parser` is by default that of transformers.
 
-        It needs a `response_template`, by default the tokenizer's, or that of the chat template of
-        Hermes and Qwen; see `parse_response` of a tokenizer. Without one all of a turn is content,
-        and requests with tools are refused.
+        It needs a `response_template`, by default the tokenizer's, or for the chat templates of
+        Hermes and Qwen a known one; see `parse_response` of a tokenizer. Without one all of a turn
+        is content, and requests with tools are refused.
         """
         self.encoder = encoder
         self._observations = ObservationEncoder(encoder)

@@ -382,7 +382,7 @@ class Generator:
         outstanding = np.array([replica.cost for replica in ready], dtype=np.int64)
         waiting = self._place_episodes(ready, ids, outstanding)
         self._waiting = []
-        # Call by call, as those of an earlier step are needed first.
+        # Call by call: the completions of an earlier step are needed first.
         for _, request_ids, _ in self._by_call(waiting):
             self._plan(request_ids, ids, outstanding)
         for replica, request_ids in zip(ready, ids, strict=True):

@@ -56,7 +56,7 @@ class TextTable:
 def show(
     report: PlanReport, found: list[Candidate], step: tuple[TextTable, str] | None = None
 ) -> None:
-    """Print the report of the best candidate of a search, or of a config if there are none.
+    """Print the report of the best candidate of a search, or of a config without candidates.
 
     `step` is a table of the phases of a step, with the line below it.
     """

@@ -73,9 +73,9 @@ class RolloutJob:
         self._num_ended_of_group: Counter[int] = Counter()
 
     def add_ended(self, row: int) -> list[int]:
-        """Count a row whose last turn has ended; return the rows of which no more is needed.
+        """Count a row whose last turn has ended; return the rows that are not needed any more.
 
-        They are those of the groups without a place, at the end of the last group with one.
+        When `num_wanted` groups have ended, these are the rows of all other groups.
         """
         self.num_ended += 1
         group_size = self.group_size

@@ -255,8 +255,10 @@ class RayWorkerGroup:
             self._monitor.close(len(self._actors))
             if self._actors and self._has_close:
                 # As `LocalGroup` does. It ends processes and removes files of the worker.
-                calls = [actor.call.remote("close", False, {})[0] for actor in self._actors]
-                ray.wait(calls, num_returns=len(calls), timeout=_CLOSE_S)
+                ranks, args = range(len(self._actors)), self._share_args(())
+                calls = [self._call(rank, "close", args, {}, returns=False) for rank in ranks]
+                outcomes = [call.outcome for call in calls]
+                ray.wait(outcomes, num_returns=len(outcomes), timeout=_CLOSE_S)
             for actor in self._actors:
                 ray.kill(actor, no_restart=True)
         self._actors = []
