@@ -64,6 +64,13 @@ MAX_GRAPHS = 64
 _RECOMPILE_LIMIT = 16
 """Graphs per function. Above it PyTorch runs the function without compilation."""
 
+_VARIABLE_ARGUMENTS = r"L\['(args|hidden_states|kwargs|position_embeddings|position_ids)'\]"
+"""What is variable in a graph: the sizes and numbers in these arguments of a layer.
+
+With `dynamic=True` the numbers of modules in FSDP are variable too, such as the head dimension. The
+kernels of the rotary embedding then divide by it for every element, in 64 bits.
+"""
+
 
 def checkpoint_layers(layers: Iterable[nn.Module], kind: Literal["selective", "full"]) -> None:
     """Replace the forward of each layer by one with activation checkpointing."""
@@ -166,8 +173,9 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
     before FSDP.
     """
     torch._dynamo.config.recompile_limit = _RECOMPILE_LIMIT
+    torch.compiler.config.dynamic_sources = _VARIABLE_ARGUMENTS
     for layer in layers:
-        layer.compile(dynamic=True)
+        layer.compile()
 
 
 def layers_are_compiled(config: PolicyConfig, device_type: str, *, is_dense: bool) -> bool:

@@ -49,20 +49,25 @@ def meeting(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def eager_layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Layers are compiled by the backend `eager`, and log-probs are not compiled.
+def eager_layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModule]]:
+    """The graphs of compiled layers, which run without a compiler; log-probs are not compiled.
 
-    The number of graphs does not depend on the backend, and `eager` is fast.
+    The graphs do not depend on the compiler.
     """
     compile_function = torch.compile
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
 
     def compile_layers(function: Any, **options: Any) -> Any:
         # `nn.Module.compile` passes a method of the module.
         if not isinstance(getattr(function, "__self__", None), nn.Module):
             return function
-        return compile_function(function, backend="eager", **options)
+        return compile_function(function, backend=keep, **options)
 
     compiled.cache_clear()
     monkeypatch.setattr(torch, "compile", compile_layers)
-    yield
+    yield graphs
     compiled.cache_clear()

@@ -66,8 +66,8 @@ def sum_after_failures(context: WorkerContext, rank: int, num_failures: int) -> 
     attempts = []
 
     def create_or_fail(*args: Any, **kwargs: Any) -> None:
-        create(*args, **kwargs)
         attempts.append(1)
+        create(*args, **kwargs)
         if context.rank == rank and len(attempts) <= num_failures:
             dist.destroy_process_group()
             # As a group that was not created.

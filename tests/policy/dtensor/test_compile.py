@@ -50,9 +50,7 @@ def test_compiled_layers_have_the_gradient_of_plain_ones(model_dir):
 
 
 def test_layers_are_compiled_under_fsdp_too(model_dir, tmp_path, eager_layers):
-    """FSDP makes sizes of weights variables of the graph. The number of graphs does not depend on
-    the backend, and `eager` is fast.
-    """
+    """With FSDP the numbers of modules, such as the head dimension, can become variables."""
     torch_counters["graph_break"].clear()
     config = dataclasses.replace(
         fixed(4),
@@ -75,6 +73,11 @@ def test_layers_are_compiled_under_fsdp_too(model_dir, tmp_path, eager_layers):
         process_groups.destroy()
     assert counts == [1, 0, 0]
     assert not torch_counters["graph_break"]
+    (graph,) = eager_layers
+    inputs = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
+    sizes = [value.node.expr for value in inputs if isinstance(value, torch.SymInt)]
+    variables = set().union(*(size.free_symbols for size in sizes))
+    assert len(variables) == 2, "rows and tokens of a row"
 
 
 @pytest.mark.exhaustive
