@@ -120,6 +120,18 @@ def test_the_exchange_is_the_same_on_both_devices() -> None:
         on_device = make_exchange(boundaries(lengths).cuda(), max(lengths), 4, rank, share)
         assert torch.equal(on_device.kv_index.cpu(), on_host.kv_index)
         assert torch.equal(on_device.spans.cu_seqlens_k.cpu(), on_host.spans.cu_seqlens_k)
+        keys = torch.randn(
+            sum(lengths), 2, 64, device="cuda", dtype=torch.bfloat16
+        ).requires_grad_()
+        upstream = torch.randn(len(on_host.kv_index), 2, 64, device="cuda", dtype=torch.bfloat16)
+        first, second = (
+            torch.autograd.grad(on_device.select(keys), keys, upstream)[0] for _ in range(2)
+        )
+        assert torch.equal(first, second)
+        exact = torch.zeros_like(keys, dtype=torch.float32, requires_grad=False)
+        exact.index_add_(0, on_device.kv_index, upstream.float())
+        # Rounded once, and not after each addition.
+        torch.testing.assert_close(first, exact.bfloat16(), rtol=2**-8, atol=1e-4)
 
 
 @pytest.mark.usefixtures("deterministic")

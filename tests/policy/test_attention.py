@@ -20,9 +20,9 @@ from nemo_like.policy.inputs.attention import (
     register,
     varlen_attention,
 )
-from nemo_like.policy.inputs.exchange import plan_exchange
+from nemo_like.policy.inputs.exchange import Exchange, plan_exchange
 from nemo_like.policy.inputs.grid import cp_gather_positions, cp_shard_positions
-from nemo_like.policy.inputs.segment_attention import AttentionOptions
+from nemo_like.policy.inputs.segment_attention import AttentionOptions, Spans
 from tests.policy.thread_ranks import run_thread_ranks
 
 
@@ -199,6 +199,22 @@ def test_the_exchange_of_a_forward_is_planned_once_and_without_waiting_for_the_d
         assert plan_exchange(cu_seqlens.to("meta"), 8, group, 4).kv_index.shape == (10,)
 
     run_thread_ranks(2, plan)
+
+
+@given(st.integers(1, 8), st.data())
+def test_the_gradient_of_selected_rows_is_the_sum_over_the_selections(num_rows, data):
+    index = torch.tensor(data.draw(st.lists(st.integers(0, num_rows - 1), min_size=1)))
+    bounds = boundaries([len(index)])
+    exchange = Exchange.of(index, Spans(bounds, bounds, len(index), len(index)), num_rows)
+    rows = torch.randn(num_rows, 2, 3, dtype=torch.float64, requires_grad=True)
+    selected = exchange.select(rows)
+    assert torch.equal(selected, rows[index])
+    upstream = torch.randn_like(selected)
+    selected.backward(upstream)
+    # [num_rows, len(index)]: 1 where a row is selected.
+    is_selected = (torch.arange(num_rows)[:, None] == index).double()
+    assert rows.grad is not None
+    torch.testing.assert_close(rows.grad, torch.einsum("rk,khd->rhd", is_selected, upstream))
 
 
 def test_shares_that_do_not_fit_the_boundaries_are_refused():

@@ -69,7 +69,7 @@ def varlen_attention(
             raise ValueError(
                 "context parallelism and shared prefixes support causal attention only"
             )
-        k, v = select_keys_values(k, v, exchange.kv_index, cp_group)
+        k, v = select_keys_values(k, v, exchange, cp_group)
         spans = exchange.spans
     if has_varlen_kernel(q):
         return varlen_kernel()(q, k, v, spans, options)

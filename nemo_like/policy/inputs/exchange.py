@@ -40,21 +40,54 @@ class Exchange(NamedTuple):
     """int64 [T_k]: rows of the keys and values."""
     spans: Spans
     """Two query segments per segment with context parallelism, else one."""
+    order: Tensor
+    """int64 [T_k]: the places of `kv_index`, sorted by the row that they name."""
+    bounds: Tensor
+    """int64 [rows]: where the places of each row begin in `order`."""
+
+    @classmethod
+    def of(cls, kv_index: Tensor, spans: Spans, num_rows: int) -> Exchange:
+        """Build from `kv_index` [T_k] into `num_rows` rows, without waiting for the device."""
+        rows, order = kv_index.sort(stable=True)
+        each_row = torch.arange(num_rows, device=kv_index.device)
+        return cls(kv_index, spans, order, torch.searchsorted(rows, each_row))
+
+    def select(self, rows: Tensor) -> Tensor:
+        """Return the rows [T_k, ...] of `kv_index` from `rows` [rows, ...].
+
+        Each row is selected by several segments. The gradient is the sum in the order of the
+        segments; that of `index_select` on CUDA rounds after each of its atomic additions, whose
+        order differs from call to call.
+        """
+        return _SelectRows.apply(rows, self.kv_index, self.order, self.bounds)  # type: ignore[return-value]
+
+
+class _SelectRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor, order: Tensor, bounds: Tensor) -> Tensor:
+        ctx.save_for_backward(order, bounds)
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        order, bounds = ctx.saved_tensors
+        (grad,) = grads
+        sums = torch.nn.functional.embedding_bag(order, grad.flatten(1), bounds, mode="sum")
+        return sums.unflatten(1, grad.shape[1:]), None, None, None
 
 
 def select_keys_values(
-    k: Tensor, v: Tensor, kv_index: Tensor, group: dist.ProcessGroup | None
+    k: Tensor, v: Tensor, exchange: Exchange, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
     """Select `k` [T_k, H_kv, D] and `v` [T_k, H_kv, E] of an exchange from this rank's [T/c, ...].
 
     With a `group` they are gathered from its c ranks first.
     """
     if group is None:
-        return k.index_select(0, kv_index), v.index_select(0, kv_index)
+        return exchange.select(k), exchange.select(v)
     # Joined, so that there is one collective in the forward and one in the backward.
     local = torch.cat((k, v), dim=-1)
-    gathered = gather_rows(group, local)
-    selected = gathered.index_select(0, kv_index)
+    selected = exchange.select(gather_rows(group, local))
     k, v = selected.split((k.shape[-1], v.shape[-1]), dim=-1)
     return k, v
 
@@ -119,7 +152,7 @@ def make_exchange(
         max_seqlen_q=max_chunk_length,
         max_seqlen_k=max_chunk_length * (num_chunks - rank),
     )
-    return Exchange(owner * num_positions + within_share, spans)
+    return Exchange.of(owner * num_positions + within_share, spans, size * num_positions)
 
 
 def _bounds(lengths: Tensor) -> Tensor:

@@ -229,7 +229,7 @@ def build_inputs(
         num_tokens=microbatch.num_tokens,
         layout=spec.layout,
         cp_size=spec.cp_size,
-        exchange=None if keys is None else _exchange(tensors, keys),
+        exchange=None if keys is None else _exchange(tensors, keys, microbatch.num_tokens),
         routed_experts=tensors.get(ROUTED_EXPERTS),
         vision=None if images is None else images.inputs(tensors, image_arrays),
     )
@@ -269,7 +269,7 @@ class _LabelArrays:
         }
 
 
-def _exchange(tensors: Mapping[str, Tensor], keys: KeyIndex) -> Exchange:
+def _exchange(tensors: Mapping[str, Tensor], keys: KeyIndex, num_tokens: int) -> Exchange:
     """Build the exchange of shared prefixes from the tensors of `_position_arrays`."""
     spans = Spans(
         tensors["cu_seqlens_q"],
@@ -277,7 +277,7 @@ def _exchange(tensors: Mapping[str, Tensor], keys: KeyIndex) -> Exchange:
         int(keys.lengths_q.max()),
         int(keys.lengths_k.max()),
     )
-    return Exchange(tensors["kv_index"], spans)
+    return Exchange.of(tensors["kv_index"], spans, num_tokens)
 
 
 def _position_arrays(
