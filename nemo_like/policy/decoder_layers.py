@@ -64,7 +64,10 @@ MAX_GRAPHS = 64
 _RECOMPILE_LIMIT = 16
 """Graphs per function. Above it PyTorch runs the function without compilation."""
 
-_VARIABLE_ARGUMENTS = r"L\['(args|hidden_states|kwargs|position_embeddings|position_ids)'\]"
+_VARIABLE_ARGUMENTS = (
+    r"L(\['kwargs'\])?"
+    r"\['(cu_seqlens|exchange|hidden_states|max_seqlen|position_embeddings|position_ids)'\]"
+)
 """What is variable in a graph: the sizes and numbers in these arguments of a layer.
 
 With `dynamic=True` the numbers of modules in FSDP are variable too, such as the head dimension. The
@@ -79,7 +82,11 @@ def checkpoint_layers(layers: Iterable[nn.Module], kind: Literal["selective", "f
 
 
 def _checkpointed(
-    forward: Callable[..., Any], is_selective: bool, *args: Any, **kwargs: Any
+    forward: Callable[..., Any],
+    is_selective: bool,
+    hidden_states: Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Call `forward` with activation checkpointing.
 
@@ -93,9 +100,8 @@ def _checkpointed(
     elif is_selective:
         options["context_fn"] = _selective_contexts
     # Nothing draws random numbers, so the generator states need not be saved.
-    return checkpoint(
-        forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs
-    )
+    options.update(use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(forward, hidden_states, *args, **options, **kwargs)
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
