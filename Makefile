@@ -113,7 +113,7 @@ format: $(STAMP)
 	$(BIN)/codespell
 
 types: $(STAMP)
-	$(BIN)/pyright
+	NODE_OPTIONS=--max-old-space-size=8192 $(BIN)/pyright
 
 # The documentation as a site in site/; a dead link is an error.
 docs: $(STAMP)
