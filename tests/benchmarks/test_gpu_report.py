@@ -88,7 +88,6 @@ def test_a_part_finishes_and_no_cell_fails(results: Path, name: str) -> None:
         assert cell["status"] == "ok" or cell["reason"]
 
 
-@pytest.mark.exhaustive
 def test_the_short_measurement_runs_and_prints_each_cell(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
