@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.formats import RowSchema
+from nemo_like.data.planning.spec import PlanSpec
+from nemo_like.models.spec import ModelSpec
+from nemo_like.policy.batching import plan_spec
 from nemo_like.run.progress import Progress
 from nemo_like.training.encoding import RowLimits
 from nemo_like.training.images import open_images
@@ -32,4 +36,12 @@ def row_settings(config: RunConfig) -> RowSettings:
         limits=RowLimits.of(config.policy, config.data),
         batch=config.needs.batch,
         seed=config.seed,
+    )
+
+
+def training_plan_spec(config: RunConfig, model: ModelSpec | None) -> PlanSpec:
+    """Return how the training passes of a run are planned; `model` as in `plan_spec`."""
+    layout = policy_layout(config.parallel, config.cluster)
+    return plan_spec(
+        config.policy, purpose="train", parallel_layout=layout, model=model, seed=config.seed
     )

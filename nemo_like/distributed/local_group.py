@@ -13,7 +13,7 @@ from typing import Any
 
 from nemo_like.distributed import activity, process_groups
 from nemo_like.distributed.errors import WorkerError, WorkerHung, advise
-from nemo_like.distributed.worker_group import IN_MEMORY, Handle, WorkerContext
+from nemo_like.distributed.worker_group import IN_MEMORY, Handle, WorkerContext, check_shards
 from nemo_like.parallel_layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
@@ -74,12 +74,7 @@ class LocalGroup:
     def run_all_workers_sharded_data(
         self, method: str, /, *sharded: Sequence[Any], num_results: int | None = None, **common: Any
     ) -> list[Any]:
-        for position, items in enumerate(sharded):
-            if len(items) != 1:
-                raise ValueError(
-                    f"argument {position} of {method} has {len(items)} items; the {self.name} group"
-                    " has dp 1"
-                )
+        check_shards(self, method, sharded)
         return self.run_all_workers(method, *(items[0] for items in sharded), **common)
 
     def put(self, value: Any) -> Handle:

@@ -132,6 +132,16 @@ class WorkerGroup(Protocol):
         ...
 
 
+def check_shards(group: WorkerGroup, method: str, sharded: Sequence[Sequence[Any]]) -> None:
+    """Raise ValueError unless each argument of `method` has one item per dp rank."""
+    for position, items in enumerate(sharded):
+        if len(items) != group.parallel_layout.dp:
+            raise ValueError(
+                f"argument {position} of {method} has {len(items)} items; the {group.name} group"
+                f" has dp {group.parallel_layout.dp}"
+            )
+
+
 @contextmanager
 def onloaded(group: WorkerGroup) -> Iterator[None]:
     """Keep the group's model on its devices inside the block, and in host memory outside."""

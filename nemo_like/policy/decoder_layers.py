@@ -64,11 +64,8 @@ MAX_GRAPHS = 64
 _RECOMPILE_LIMIT = 16
 """Graphs per function. Above it PyTorch runs the function without compilation."""
 
-_VARIABLE_ARGUMENTS = (
-    r"L(\['kwargs'\])?"
-    r"\['(cu_seqlens|exchange|hidden_states|max_seqlen|position_embeddings|position_ids)'\]"
-)
-"""What is variable in a graph: the sizes and numbers in these arguments of a layer.
+_VARIABLE_ARGUMENTS = r"L(\['kwargs'\])?\['(cu_seqlens|exchange|hidden_|max_seqlen|position_)"
+"""What is variable in a graph: sizes and numbers in the arguments of a layer with these names.
 
 With `dynamic=True` the numbers of modules in FSDP are variable too, such as the head dimension. The
 kernels of the rotary embedding then divide by it for every element, in 64 bits.

@@ -209,7 +209,6 @@ class Checkpointer:
                 f" step 0: choose another run_name, or remove {self.path} and {self.latest_path}"
                 " and run again with resume=true"
             )
-        logger.info("no checkpoint in %s: starting at step 0", self.path)
         return None
 
     def set_best(self, step: int | None) -> None:

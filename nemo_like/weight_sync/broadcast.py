@@ -94,7 +94,25 @@ class NcclTransport(Transport):
         return BroadcastReceiver(spec, index, device)
 
 
-class BroadcastSender(ChannelSender):
+class _Member:
+    """The buffer and the group of a member of a broadcast group."""
+
+    _buffer: Tensor
+    _group: Any = None
+
+    def finish(self) -> int:
+        """Release the buffer; returns its bytes."""
+        num_bytes = self._buffer.numel()
+        self._buffer = self._buffer.new_empty(0)
+        return num_bytes
+
+    def close(self) -> None:
+        """Leave the group and release the buffer."""
+        self.finish()
+        self._group = None
+
+
+class BroadcastSender(_Member, ChannelSender):
     """Policy rank 0 of a broadcast group; serves the rendezvous."""
 
     def __init__(self, request: ChannelRequest, slot_bytes: int, device: torch.device) -> None:
@@ -111,7 +129,6 @@ class BroadcastSender(ChannelSender):
         self._device = device
         self._slot_bytes = slot_bytes
         self._buffer = _no_buffer(device)
-        self._group: Any = None
 
     def connect(self) -> None:
         """Form the group. Raises ChannelBrokenError if a receiver does not join in time."""
@@ -136,19 +153,8 @@ class BroadcastSender(ChannelSender):
             self._group = None
             raise
 
-    def finish(self) -> int:
-        """Release the buffer; returns its bytes."""
-        num_bytes = self._buffer.numel()
-        self._buffer = self._buffer.new_empty(0)
-        return num_bytes
 
-    def close(self) -> None:
-        """Leave the group and release the buffer."""
-        self.finish()
-        self._group = None
-
-
-class BroadcastReceiver(ChannelReceiver):
+class BroadcastReceiver(_Member, ChannelReceiver):
     """A member of a broadcast group."""
 
     def __init__(self, spec: ChannelSpec, index: int, device: torch.device) -> None:
@@ -175,17 +181,6 @@ class BroadcastReceiver(ChannelReceiver):
         bucket = self._buffer[: self._spec.layouts[index].num_bytes]
         _broadcast(self._group, bucket, self._spec.timeout_s, name)
         return self._buffer
-
-    def finish(self) -> int:
-        """Release the buffer; returns its bytes."""
-        num_bytes = self._buffer.numel()
-        self._buffer = self._buffer.new_empty(0)
-        return num_bytes
-
-    def close(self) -> None:
-        """Leave the group and release the buffer."""
-        self.finish()
-        self._group = None
 
 
 def _no_buffer(device: torch.device) -> Tensor:

@@ -16,6 +16,7 @@ import numpy as np
 import yaml
 
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
+from nemo_like.algorithms.rows import training_plan_spec
 from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.config.keys import JobSchema
 from nemo_like.config.load import load_config
@@ -31,7 +32,7 @@ from nemo_like.data.routed_experts import ROUTED_EXPERTS
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.losses import rollout_loss
 from nemo_like.metrics import metric_values
-from nemo_like.policy.batching import plan_spec, shared_prefix_mode
+from nemo_like.policy.batching import shared_prefix_mode
 from nemo_like.policy.checkpoint.sharded_reader import checkpoint_problem
 from nemo_like.rollout.records import RolloutRecord, recorded_steps
 from nemo_like.run.checkpoint import Checkpointer, incomplete_reason
@@ -272,13 +273,7 @@ def _measure(
 def _packing_metrics(config: GrpoRunConfig, record: RolloutRecord) -> dict[str, float]:
     """Return `packing/*` of the rollout in the config's own parallel layout."""
     model = open_model_spec(config.policy)
-    spec = plan_spec(
-        config.policy,
-        purpose="train",
-        parallel_layout=policy_layout(config.parallel, config.cluster),
-        model=model,
-        seed=config.seed,
-    )
+    spec = training_plan_spec(config, model)
     shared_prefix = shared_prefix_mode(config.policy, model)
     may_share = shared_prefix is not False and spec.layout == "packed"
     counts = TokenCounts.of_batch(record.columns, with_prefixes=may_share)

@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from nemo_like.algorithms.rows import open_data, row_settings
+from nemo_like.algorithms.rows import open_data, row_settings, training_plan_spec
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.import_path import import_function, user_error_text
-from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.formats import SFT_ROWS, RowSchema
 from nemo_like.data.jagged import EncodedRow
@@ -24,7 +23,7 @@ from nemo_like.data.row_order import Curriculum
 from nemo_like.data.streaming.planner import RowNumbers, StreamLoader
 from nemo_like.models.spec import ModelSpec
 from nemo_like.models.vision import VisionSpec
-from nemo_like.policy.batching import plan_spec, stream_spec, with_image_work
+from nemo_like.policy.batching import stream_spec, with_image_work
 from nemo_like.run.progress import Progress
 from nemo_like.training.encoding import encode_conversation
 from nemo_like.training.run_data import ExampleSource, RunData, encoded_examples
@@ -99,13 +98,7 @@ def open_stream(
     Raises ConfigError for values of `data.batching` that do not fit together.
     """
     batching = config.data.batching
-    plan = plan_spec(
-        config.policy,
-        purpose="train",
-        parallel_layout=policy_layout(config.parallel, config.cluster),
-        model=model,
-        seed=config.seed,
-    )
+    plan = training_plan_spec(config, model)
     return StreamLoader(
         source.rows,
         source.order(open_curriculum(config.data.curriculum, source)),

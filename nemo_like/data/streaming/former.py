@@ -91,11 +91,6 @@ class MicrobatchFormer:
         """Ids of the rows in the incomplete step and in the window."""
         return tuple(row.row for row in chain(*self.bins, self.window))
 
-    @property
-    def in_window(self) -> tuple[int, ...]:
-        """Ids of the rows in the window, the oldest first."""
-        return tuple(row.row for row in self.window)
-
     def push(
         self,
         row: int,

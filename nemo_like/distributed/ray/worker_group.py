@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NoReturn
 
@@ -38,7 +38,7 @@ from nemo_like.distributed.ray.failures import (
     waiting_text,
 )
 from nemo_like.distributed.ray.virtual_cluster import BundleSet, RayVirtualCluster
-from nemo_like.distributed.worker_group import Handle
+from nemo_like.distributed.worker_group import Handle, check_shards
 from nemo_like.parallel_layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
@@ -151,12 +151,7 @@ class RayWorkerGroup:
     def run_all_workers_sharded_data(
         self, method: str, /, *sharded: Sequence[Any], num_results: int | None = None, **common: Any
     ) -> list[Any]:
-        for position, items in enumerate(sharded):
-            if len(items) != self.parallel_layout.dp:
-                raise ValueError(
-                    f"argument {position} of {method} has {len(items)} items; the {self.name} group"
-                    f" has dp {self.parallel_layout.dp}"
-                )
+        check_shards(self, method, sharded)
         self._raise_if_stopped()
         shared = {name: self._share(value) for name, value in common.items()}
         # Stored once per dp rank: its replicas get the same reference.
@@ -191,18 +186,18 @@ class RayWorkerGroup:
         return tuple(handles[dp_rank] for dp_rank in range(len(shards)))
 
     def submit_all(self, method: str, /, *args: Any, **kwargs: Any) -> list[Handle]:
-        self._raise_if_stopped()
-        shared_args = self._share_args(args)
-        shared_kwargs = {name: self._share(value) for name, value in kwargs.items()}
-        return [
-            self._call(rank, method, shared_args, shared_kwargs) for rank in range(self.world_size)
-        ]
+        return self._submit_to(range(self.world_size), method, args, kwargs)
 
     def submit_one(self, rank: int, method: str, /, *args: Any, **kwargs: Any) -> Handle:
+        return self._submit_to([rank], method, args, kwargs)[0]
+
+    def _submit_to(
+        self, ranks: Iterable[int], method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Handle]:
         self._raise_if_stopped()
         shared_args = self._share_args(args)
         shared_kwargs = {name: self._share(value) for name, value in kwargs.items()}
-        return self._call(rank, method, shared_args, shared_kwargs)
+        return [self._call(rank, method, shared_args, shared_kwargs) for rank in ranks]
 
     def wait(self, handles: Sequence[Handle]) -> None:
         self._raise_if_stopped()

@@ -49,7 +49,7 @@ class Exchange(NamedTuple):
     def of(cls, kv_index: Tensor, spans: Spans, num_rows: int) -> Exchange:
         """Build from `kv_index` [T_k] into `num_rows` rows, without waiting for the device."""
         rows, order = kv_index.sort(stable=True)
-        each_row = torch.arange(num_rows, device=kv_index.device)
+        each_row = torch.arange(num_rows, device=rows.device)
         return cls(kv_index, spans, order, torch.searchsorted(rows, each_row))
 
     def select(self, rows: Tensor) -> Tensor:

@@ -132,10 +132,10 @@ def test_a_row_waits_for_at_most_as_many_microbatches_as_rows_are_before_it(
     steps = []
     for number, row in enumerate(rows):
         num_formed = planner.num_steps * spec.num_bins + len(planner.state_dict()["bins"])
-        last_step[number] = (num_formed + len(planner.in_window)) // spec.num_bins
+        last_step[number] = (num_formed + len(planner.window)) // spec.num_bins
         arrived_in[number] = planner.num_steps
         push(planner, number, row)
-        lengths = [rows[waiting].length for waiting in planner.in_window]
+        lengths = [rows[waiting.row].length for waiting in planner.window]
         before = planner.num_steps * spec.num_bins + len(planner.state_dict()["bins"])
         is_ready = is_window_ready(spec, planner.num_steps, lengths)
         steps += steps_now(planner)
@@ -143,7 +143,7 @@ def test_a_row_waits_for_at_most_as_many_microbatches_as_rows_are_before_it(
         # A microbatch is formed as soon as the window is ready and not before. So memory is
         # bounded: fewer rows wait than make the window ready.
         assert (after > before) == is_ready
-        lengths = [rows[waiting].length for waiting in planner.in_window]
+        lengths = [rows[waiting.row].length for waiting in planner.window]
         assert not is_window_ready(spec, planner.num_steps, lengths)
     planner.close()
     for step in steps + steps_now(planner):
