@@ -72,6 +72,8 @@ _SETTINGS = (
     *("oversize_rows", "generation", "vision"),
 )
 """Keys of `policy` that determine the answers."""
+_CHAT_LENGTH = 16384
+"""Tokens of a conversation with `nemo-like chat`, if the model has as many positions."""
 _CHAT_SAMPLING = {"temperature": 0.7, "top_p": 0.95}
 """Sampling of `nemo-like chat` for a model that declares none."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
@@ -174,12 +176,15 @@ def answer_config(arguments: argparse.Namespace) -> AnswerSettings:
         generation = config.sampling.applied(config.policy.generation)
         config = config.with_policy(replace(config.policy, generation=generation))
     if arguments.command == "chat" and (source is None or source.is_dir()):
-        # The config of a run has the values of its rollouts.
+        # The config of a run has the values of its rollouts and the length of its rows.
         given = {text.lstrip("+").partition("=")[0] for text in overrides}
         values = _declared_sampling(Path(config.policy.model_name))
         kept = {name: values[name] for name in values if f"policy.generation.{name}" not in given}
-        generation = replace(config.policy.generation, **kept)
-        config = config.with_policy(replace(config.policy, generation=generation))
+        policy = replace(config.policy, generation=replace(config.policy.generation, **kept))
+        if "policy.max_total_sequence_length" not in given:
+            positions = open_model_spec(policy).max_positions or _CHAT_LENGTH
+            policy = replace(policy, max_total_sequence_length=min(positions, _CHAT_LENGTH))
+        config = config.with_policy(policy)
     return config
 
 

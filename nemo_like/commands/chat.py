@@ -58,15 +58,21 @@ def run(arguments: argparse.Namespace) -> int:
                 messages = [] if line else messages
                 continue
             turns = [*messages, {"role": "user", "content": line}]
+            is_cut = False
             try:
                 worker.submit(_request(encoder, config, turns, number))
-                reply = _print_reply(worker, encoder)
+                reply, is_cut = _print_reply(worker, encoder)
                 messages = [*turns, {"role": "assistant", "content": reply}]
             except ConfigError as error:
                 # On stderr: a pipe has the replies only, and an empty line for this one.
                 is_complete = False
                 say_error(f"[{error}]")
             print(flush=True)
+            if is_cut:
+                say_error(
+                    "[the reply was cut; policy.generation.max_new_tokens is"
+                    f" {config.policy.generation.max_new_tokens:,}]"
+                )
     finally:
         if hasattr(worker, "close"):
             worker.close()
@@ -103,10 +109,13 @@ def _request(
     return GenerationRequests(np.zeros(1, np.int64), prompts, seeds, sampling, limit)
 
 
-def _print_reply(worker: GenerationWorkerProtocol, encoder: ChatEncoder) -> str:
-    """Print the reply while it is sampled, and return it; Ctrl-C ends it."""
+def _print_reply(worker: GenerationWorkerProtocol, encoder: ChatEncoder) -> tuple[str, bool]:
+    """Print the reply while it is sampled; return it, and whether a limit of tokens ended it.
+
+    Ctrl-C ends it as well.
+    """
     shown = ""
-    is_done = False
+    is_done = is_cut = False
     try:
         while not is_done:
             progress = worker.poll(0.0)
@@ -119,6 +128,7 @@ def _print_reply(worker: GenerationWorkerProtocol, encoder: ChatEncoder) -> str:
                 piece = printable(text[len(shown) :], sys.stdout.encoding or "utf-8")
                 print(piece, end="", flush=True)
                 shown = text
+        is_cut = progress.completions.finish_reasons == ["length"]
     except KeyboardInterrupt:
         worker.abort()
-    return shown
+    return shown, is_cut

@@ -361,6 +361,7 @@ def test_a_conversation_ends_at_the_length_of_the_config(model, capsys, monkeypa
     short = "policy.max_total_sequence_length=40"
     code, printed, message = run(capsys, "chat", model, *CPU, GREEDY, short)
     assert code == 1 and "policy.max_total_sequence_length is 40; /reset starts" in message
+    assert "[the reply was cut; policy.generation.max_new_tokens is " in message
     replies = printed.removesuffix("\n")
     first = replies[: (len(replies) - 2) // 2]
     assert replies == f"{first}\n\n{first}"

@@ -319,11 +319,13 @@ def test_a_run_names_the_next_commands_which_accept_its_directory(started, capsy
         "nemo-like chat --model runs/sft_sft",
         "nemo-like eval --model runs/sft_sft --perplexity",
     ]
-    monkeypatch.setattr("sys.stdin", io.StringIO("1+2=?\n"))
+    config = load_config("sft", folder / "runs" / "sft_sft" / "config.yaml")
+    # A message may be longer than the rows of the run.
+    message = "1" * config.policy.max_total_sequence_length
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{message}\n"))
     for line in lines:
         assert main(shlex.split(line)[1:]) == 0, line
     assert "perplexity" in capsys.readouterr().out
-    config = load_config("sft", folder / "runs" / "sft_sft" / "config.yaml")
     assert config.policy.train_global_batch_size == 8
     # The next run has another name, and starts from the model of this one.
     assert main(["validate", "--model", "runs/sft_sft", "--data", "sft.jsonl"]) == 0
