@@ -117,7 +117,7 @@ FOREIGN_NAMES = {
 MAX_FILE_LINES = 400
 """Code lines: without blank lines, comments and docstrings."""
 MAX_FUNCTION_LINES = 80
-MAX_CODE_LINES = 62990
+MAX_CODE_LINES = 63030
 """Code lines of the package. A change that needs more raises this number; lower it with each
 merge that leaves at least a hundred lines of room.
 """

@@ -89,6 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_archive(arguments.out / "fa3.tar.xz", fa3_files(folder))
     for path in sorted(arguments.out.iterdir()):
         print(f"{path.stat().st_size / 1e6:8.1f} MB  {path.name}")
+    print(
+        f"{arguments.out}: copy it and the repository to a machine with Python {arguments.python};"
+        " there python benchmarks/gpu/carry.py --unpack /tmp/site, and PYTHONPATH=/tmp/site"
+    )
     return 0
 
 

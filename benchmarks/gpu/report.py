@@ -84,7 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             run_part(run)
             print_part(run.record)
-    print(f"tables: python -m benchmarks.gpu.tables {parsed.out}", flush=True)
+    # Results of a CPU are not written into the README.
+    options = "" if parsed.device.startswith("cuda") else " --print"
+    print(f"tables: python -m benchmarks.gpu.tables {parsed.out}{options}", flush=True)
     return 0
 
 

@@ -99,6 +99,7 @@ class _Short:
     def fa3_cells(self) -> Iterator[Cell]:
         """Yield the cells of part S3."""
         budget = 2 * self._size.main_budget
+        yield self._cell("machine", self._measure_machine, 8)
         yield from self._attention_cells()
         for model, expected_s in (("1b", 35), ("8b-shape", 35)):
             yield self._step(model, budget, {}, expected_s)

@@ -166,4 +166,4 @@ def _problem(session: Session, end: ProgramEnd) -> str:
         return {"lost": "its supervisor was lost", "output": "its output is too long"}[end.reason]
     # Tracebacks of exception groups are in boxes.
     lines = list(filter(None, (line.strip(" |+-") for line in end.output.splitlines())))
-    return shortened(f"exit status {end.status}: {lines[-1] if lines else 'no output'}")
+    return shortened(f"exit status {end.status}: {lines[-1] if lines else 'no output'}", 500)

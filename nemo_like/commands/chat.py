@@ -120,6 +120,7 @@ def _print_reply(worker: GenerationWorkerProtocol, encoder: ChatEncoder) -> tupl
         while not is_done:
             progress = worker.poll(0.0)
             is_done = progress.num_unfinished == 0
+            is_cut = progress.completions.finish_reasons == ["length"]
             tokens = progress.completions.token_ids if is_done else worker.partial_tokens().values()
             token_ids = list(next(iter(tokens), []))
             text = str(encoder.tokenizer.decode(token_ids, skip_special_tokens=True))
@@ -128,7 +129,6 @@ def _print_reply(worker: GenerationWorkerProtocol, encoder: ChatEncoder) -> tupl
                 piece = printable(text[len(shown) :], sys.stdout.encoding or "utf-8")
                 print(piece, end="", flush=True)
                 shown = text
-        is_cut = progress.completions.finish_reasons == ["length"]
     except KeyboardInterrupt:
         worker.abort()
     return shown, is_cut

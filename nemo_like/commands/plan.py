@@ -251,6 +251,11 @@ def _name_run(arguments: argparse.Namespace) -> None:
             arguments.metrics = Path(text)
             arguments.overrides.remove(text)
             return
+        if "=" not in text and not text.startswith("~"):
+            raise ConfigError(
+                f"{text} is not the directory of a run that has recorded its plans: give the"
+                " directory of a run, --config FILE, or key=value"
+            )
 
 
 def _set_cluster(arguments: argparse.Namespace) -> None:

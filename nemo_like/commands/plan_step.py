@@ -35,7 +35,7 @@ _MAX_OVER_MEDIAN = 2.0
 _MEASURED_KEYS = (
     *("needs.job", "policy.model_name", "policy.engine", "policy.precision", "policy.compile"),
     *("policy.lora.enabled", "policy.optimizer.name", "policy.generation.backend"),
-    "grpo.max_staleness",
+    *("grpo.max_staleness", "grpo.oversampling_factor", "grpo.dynamic_sampling.enabled"),
 )
 """Keys that change the measured times of a step, without a rule for other values."""
 _PASS_RULE = "work of the slowest rank, and a time per microbatch"

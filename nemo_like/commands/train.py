@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 FAILED = 1
 WRONG_INPUT = 2
 INTERRUPTED = 130
+_age_at_last_end_s = 0.0
+"""Age of this process at the end of its last run; 0 before."""
 _MAX_REASON = 500
 
 
@@ -77,16 +79,19 @@ def train(config: RunConfig) -> RunResult | int:
     from nemo_like.algorithms.restart import run_with_restarts
     from nemo_like.training.stopping import RunStopped, stop_requests
 
+    global _age_at_last_end_s
     directory = Path(config.output_dir) / config.run_name
     try:
         with stop_requests(config.cluster.time_limit) as stop:
             run_job = ALGORITHMS[config.kind].import_run()
             # Of an earlier run of this process that failed.
             start_timers.pop()
-            start_timers.add("start_imports", process_age_s())
+            start_timers.add("start_imports", process_age_s() - _age_at_last_end_s)
             result = run_with_restarts(run_job, config, stop)
     except (Exception, KeyboardInterrupt, RunStopped) as error:  # noqa: BLE001 (one message each)
         return report_failure(error, directory)
+    finally:
+        _age_at_last_end_s = process_age_s()
     write_at_end(directory)
     return result
 

@@ -36,7 +36,7 @@ def import_function(key: str, path: str, example: str, argument: str) -> Callabl
     `example` is a legal path and `argument` what the function takes, for the messages.
     """
     file, module_name, attribute = _parts(key, path)
-    if not module_name or not attribute:
+    if not module_name or not attribute or path.endswith(".py"):
         raise ConfigError(
             f"{key} is {path!r}; write module.function, e.g. {example}, or FILE.py:function"
         )

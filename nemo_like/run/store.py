@@ -252,8 +252,12 @@ def _restore(store: Store, run: Path, download: Path, num_retries: int = 3) -> i
     for step in steps:
         name = f"step_{step}"
         shutil.rmtree(download, ignore_errors=True)
-        is_complete = bool(store.records(name))
-        problem = store.get(name, download) if is_complete else "its upload was interrupted"
+        has_checksums = bool(store.records(name))
+        # `latest` is written after the checksums.
+        is_complete = has_checksums or name == latest
+        problem = "its checksums are damaged" if is_complete else "its upload was interrupted"
+        if has_checksums:
+            problem = store.get(name, download)
         if problem is None:
             if best != name and best in {f"step_{each}" for each in steps}:
                 # A damaged one is found by its own manifest.

@@ -170,6 +170,13 @@ def check_trained(policy: PolicyConfig, needs: RunNeeds, counters: Mapping[str, 
             "all completions were left out: check reward.on_error, environment.on_error,"
             " grpo.overlong.filter and grpo.dynamic_sampling"
         )
+        if needs.rollouts.environment.is_program:
+            cause = (
+                "no episode has a call to train: check that the program calls the model at its"
+                " OPENAI_BASE_URL, and policy.max_total_sequence_length if episodes end as"
+                " limit_tokens (nemo-like show has their statuses); then reward.on_error,"
+                " environment.on_error and grpo.dynamic_sampling"
+            )
     raise ConfigError(f"no step of this run has trained a token, so nothing is exported; {cause}")
 
 

@@ -132,11 +132,11 @@ def test_a_damaged_upload_is_passed_over(tmp_path: Path, caplog, damage: str) ->
     assert restored_step(store, tmp_path / "other") == 1
     assert "step_2" in caplog.text
     store.remove("step_1")
-    if damage in ("content", "missing"):
-        with pytest.raises(CheckpointError, match=r"step_2: checkpoints/step_2/policy/weights"):
-            restored_step(store, tmp_path / "third")
-    else:
-        assert restored_step(store, tmp_path / "third") is None
+    # `latest` is written after the checksums, so an upload that it names was not interrupted.
+    is_content = damage in ("content", "missing")
+    problem = "checkpoints/step_2/policy/weights" if is_content else "its checksums are damaged"
+    with pytest.raises(CheckpointError, match=f"step_2: {problem}"):
+        restored_step(store, tmp_path / "third")
 
 
 def test_an_interrupted_download_is_repeated(tmp_path: Path) -> None:
@@ -290,6 +290,24 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, url: str, extra:
     monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
     with pytest.raises(ConfigError, match=rf"Install it .*pip install 'nemo-like\[{extra}\]'"):
         Store(url, "run")
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{}"])
+def test_a_store_whose_checksums_are_all_damaged_does_not_start_a_resume_again(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    store = new_store()
+    directory, checkpointer = open_run(tmp_path / "run", keep_latest=5)
+    for step in (2, 4):
+        save(directory, checkpointer, step)
+        upload(store, directory, step)
+    for step in (2, 4):
+        path = f"{store.root}/step_{step}/upload.json"
+        store.files.rm_file(path)
+        if content is not None:
+            store.files.pipe_file(path, content)
+    with pytest.raises(CheckpointError, match="step_4: its checksums are damaged"):
+        restore(store, tmp_path / "other")
 
 
 def test_warnings_are_of_this_module(tmp_path: Path, caplog) -> None:
