@@ -69,9 +69,11 @@ def run(arguments: argparse.Namespace) -> int:
                 say_error(f"[{error}]")
             print(flush=True)
             if is_cut:
+                policy = config.policy
                 say_error(
                     "[the reply was cut; policy.generation.max_new_tokens is"
-                    f" {config.policy.generation.max_new_tokens:,}]"
+                    f" {policy.generation.max_new_tokens:,}, policy.max_total_sequence_length"
+                    f" {policy.max_total_sequence_length:,}]"
                 )
     finally:
         if hasattr(worker, "close"):

@@ -96,7 +96,7 @@ def test_manifest_lists_every_file_with_size_and_hash(tmp_path: Path) -> None:
     assert len(entry["sha256"]) == 64
 
 
-def test_find_latest_without_checkpoints_is_none(tmp_path: Path) -> None:
+def test_find_latest_returns_none_without_checkpoints(tmp_path: Path) -> None:
     assert checkpointer_at(tmp_path).find_latest() is None
 
 
